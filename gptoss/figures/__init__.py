@@ -1,0 +1,44 @@
+"""The book's one visual language: a style, a palette with fixed meanings, a small set of drawing helpers."""
+
+from .bars import compare_bars, series_line
+from .blocks import Block, diagram, flow_arrow, operation_block, tensor_block
+from .grids import attention_map, mask_grid
+from .palette import (
+    CARD,
+    COLORS,
+    INK,
+    LINESTYLES,
+    MARKERS,
+    QUIET,
+    RULE,
+    contrast,
+    ramp,
+    text_on,
+    tint,
+)
+from .style import WIDTH, use_style
+
+__all__ = [
+    "CARD",
+    "COLORS",
+    "INK",
+    "LINESTYLES",
+    "MARKERS",
+    "QUIET",
+    "RULE",
+    "WIDTH",
+    "Block",
+    "attention_map",
+    "compare_bars",
+    "contrast",
+    "diagram",
+    "flow_arrow",
+    "mask_grid",
+    "operation_block",
+    "ramp",
+    "series_line",
+    "tensor_block",
+    "text_on",
+    "tint",
+    "use_style",
+]
