@@ -1,0 +1,380 @@
+"""Autoregressive generation: prefill in chunks, then one token at a time through the KV cache (chapter 15).
+
+B batch, T prompt tokens, V vocabulary. Three doors to one loop: `stream` yields step by step, `generate` returns the
+ids, `generate_with_result` returns ids, text and timings.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gptoss.model.cache import MixedKVCache
+
+from .prompts import PromptBatch, Prompts, batch_prompts
+from .rope_mode import choose_rope_mode, rope_mode
+from .sampling import check_sampling, forbid, sample_next
+from .text import TextStream, Tokenizer
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token of every row.
+
+    `tokens[b]` is None once row b has stopped. `texts[b]` is what became whole characters in this step, empty without
+    a tokenizer. `seconds` is the step's own time; that of step 0 holds the prefill.
+    """
+
+    index: int
+    tokens: list[int | None]
+    texts: list[str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What a generation gave.
+
+    `ids` (B, T + n) holds prompt and new tokens, as `generate` returns them; `new_tokens` and `texts` have one entry a
+    row, without padding; times are in seconds.
+    """
+
+    ids: Int[Tensor, "B T_plus_n"]
+    new_tokens: list[list[int]]
+    texts: list[str]
+    rope_mode: str
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows a second, the first of each row and the prefill left out; 0 if there are none."""
+        decoded = sum(max(0, len(row) - 1) for row in self.new_tokens)
+        return decoded / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A request that has been checked."""
+
+    batch: PromptBatch
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    use_cache: bool
+    stop_ids: Int[Tensor, "n"]
+    generator: torch.Generator | None
+    mode: str
+    prefill_chunk: int
+    pad_id: int
+    tokenizer: Tokenizer | None
+
+
+def stream(
+    model: nn.Module,
+    input_ids: Prompts,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    use_cache: bool = True,
+    *,
+    top_k: int | None = None,
+    min_new_tokens: int = 0,
+    stop_ids: Sequence[int] = (),
+    seed: int | None = None,
+    rope: str = "auto",
+    prefill_chunk: int = 4096,
+    key_start: Int[Tensor, "B"] | Sequence[int] | None = None,
+    pad_id: int = 0,
+    tokenizer: Tokenizer | None = None,
+) -> Iterator[Step]:
+    """Generate token by token.
+
+    Args:
+        model: a GPTOSS.
+        input_ids: ids (B, T), lists of ids of any lengths, a text or several texts (with `tokenizer`).
+        max_new_tokens: at most this many a row; 0 gives none.
+        temperature: 0 is greedy decoding.
+        top_p: keep the smallest most probable set whose mass reaches top_p (see `sampling.top_p_filter`).
+        use_cache: False reads the whole sequence again for each token; the tokens are the same.
+        top_k: keep the k most probable tokens; None keeps all.
+        min_new_tokens: stop ids cannot come before this many tokens.
+        stop_ids: a row ends with the first of these; it is part of the row's tokens and not of its text.
+        seed: of the draws; None uses the default generator.
+        rope: "plain", "yarn" or "auto" (YaRN when prompt and new tokens exceed yarn_original_max_seq_len or when the
+            model is set to YaRN). One mode holds for all rows and the whole sequence; the model's own is restored.
+        prefill_chunk: how many prompt tokens the model reads at once (tokens); the result does not depend on it.
+        key_start: padding tokens of each row, for ids (B, T) that are padded on the left.
+        pad_id: fills the left of short prompts and the right of rows that stopped.
+        tokenizer: for text in and out.
+
+    Returns:
+        An iterator of `Step`. The arguments are checked before it is returned.
+
+    Raises:
+        ValueError: an empty prompt, an id outside the vocabulary, a setting outside its range, or more tokens than
+            eval_max_seq_len.
+
+    Source: chapter 15.
+    """
+    plan = _checked_plan(
+        model,
+        input_ids,
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        use_cache=use_cache,
+        top_k=top_k,
+        min_new_tokens=min_new_tokens,
+        stop_ids=stop_ids,
+        seed=seed,
+        rope=rope,
+        prefill_chunk=prefill_chunk,
+        key_start=key_start,
+        pad_id=pad_id,
+        tokenizer=tokenizer,
+    )
+    return _steps(model, plan)
+
+
+def generate(
+    model: nn.Module,
+    input_ids: Prompts,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    use_cache: bool = True,
+    *,
+    on_token: Callable[[Step], None] | None = None,
+    **settings: Any,
+) -> Int[Tensor, "B T_plus_n"]:
+    """Generate and return prompt and new tokens.
+
+    Args:
+        model, input_ids, max_new_tokens, temperature, top_p, use_cache: as in `stream`.
+        on_token: called with every `Step` as soon as it exists.
+        settings: the other keywords of `stream`.
+
+    Returns:
+        (B, T + n) int64 on the model's device: the prompts, padded on the left, then the n steps that were taken. Rows
+        that stopped earlier end in `pad_id`.
+
+    Raises:
+        ValueError: as in `stream`.
+
+    Source: chapter 15.
+    """
+    return generate_with_result(
+        model,
+        input_ids,
+        max_new_tokens,
+        on_token=on_token,
+        temperature=temperature,
+        top_p=top_p,
+        use_cache=use_cache,
+        **settings,
+    ).ids
+
+
+def generate_with_result(
+    model: nn.Module,
+    input_ids: Prompts,
+    max_new_tokens: int,
+    *,
+    on_token: Callable[[Step], None] | None = None,
+    **settings: Any,
+) -> GenerationResult:
+    """Generate and return tokens, text and timings.
+
+    Args:
+        model, input_ids, max_new_tokens: as in `stream`.
+        on_token: called with every `Step` as soon as it exists.
+        settings: the other arguments of `stream`, by name.
+
+    Returns:
+        The result; `result.tokens_per_second` is the decoding speed.
+
+    Raises:
+        ValueError: as in `stream`.
+
+    Source: chapter 15.
+    """
+    plan = _checked_plan(model, input_ids, max_new_tokens, **settings)
+    ids = plan.batch.ids
+    B = ids.shape[0]
+    new_tokens: list[list[int]] = [[] for _ in range(B)]
+    texts = [""] * B
+    columns = []
+    seconds = []
+    for step in _steps(model, plan):
+        for row, token in enumerate(step.tokens):
+            if token is not None:
+                new_tokens[row].append(token)
+        texts = [old + new for old, new in zip(texts, step.texts, strict=False)] or texts
+        columns.append([plan.pad_id if token is None else token for token in step.tokens])
+        seconds.append(step.seconds)
+        if on_token is not None:
+            on_token(step)
+    if columns:
+        new = torch.tensor(columns, dtype=torch.long, device=ids.device).T  # (B, n)
+        ids = torch.cat([ids, new], dim=1)
+    return GenerationResult(ids, new_tokens, texts, plan.mode, sum(seconds[:1]), sum(seconds[1:]))
+
+
+@torch.no_grad()
+def prefill(
+    model: nn.Module,
+    ids: Int[Tensor, "B T"],
+    cache: MixedKVCache,
+    *,
+    key_start: Int[Tensor, "B"] | None = None,
+    chunk_size: int = 4096,
+) -> Float[Tensor, "B V"]:
+    """Read tokens into the cache chunk by chunk and return the logits after the last one.
+
+    Only one chunk's activations exist at a time and no logits but the last ones, so that memory beside the cache does
+    not grow with T.
+
+    Args:
+        model: a GPTOSS, already in the rotary mode that is wanted.
+        ids: (B, T) token ids, T ≥ 1.
+        cache: takes the keys and values; may hold earlier ones.
+        key_start: (B,) padding tokens of each row, or None.
+        chunk_size: tokens read at once.
+
+    Returns:
+        (B, V) logits of the next token.
+
+    Raises:
+        ValueError: chunk_size < 1.
+
+    Source: chapter 15.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"prefill_chunk must be at least 1, got {chunk_size}")
+    for chunk in ids.split(chunk_size, dim=1):
+        logits, _ = model(chunk, cache=cache, key_start=key_start, last_only=True)
+    return logits[:, -1]  # (B, 1, V) -> (B, V)
+
+
+def _checked_plan(
+    model: nn.Module,
+    input_ids: Prompts,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    use_cache: bool = True,
+    top_k: int | None = None,
+    min_new_tokens: int = 0,
+    stop_ids: Sequence[int] = (),
+    seed: int | None = None,
+    rope: str = "auto",
+    prefill_chunk: int = 4096,
+    key_start: Int[Tensor, "B"] | Sequence[int] | None = None,
+    pad_id: int = 0,
+    tokenizer: Tokenizer | None = None,
+) -> _Plan:
+    """Refuse what cannot be done before any work starts."""
+    gptoss: Any = model  # nn.Module types every attribute as a tensor or a module
+    cfg = gptoss.cfg
+    device = next(model.parameters()).device
+    check_sampling(temperature, top_k, top_p)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
+    if not 0 <= min_new_tokens <= max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens must lie in [0, max_new_tokens = {max_new_tokens}], got {min_new_tokens}"
+        )
+    if prefill_chunk < 1:
+        raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+    for name, ids in (("stop_ids", stop_ids), ("pad_id", (pad_id,))):
+        if not all(0 <= token < cfg.vocab_size for token in ids):
+            raise ValueError(
+                f"{name} {tuple(ids)}: expected ids in the vocabulary [0, {cfg.vocab_size})"
+            )
+    if min_new_tokens and len(set(stop_ids)) == cfg.vocab_size:
+        raise ValueError(
+            "every id is a stop id, so min_new_tokens cannot be reached; leave one out"
+        )
+    batch = batch_prompts(
+        input_ids,
+        vocab_size=cfg.vocab_size,
+        tokenizer=tokenizer,
+        key_start=key_start,
+        pad_id=pad_id,
+        device=device,
+    )
+    total = batch.ids.shape[1] + max_new_tokens
+    if total > cfg.eval_max_seq_len:
+        raise ValueError(
+            f"{batch.ids.shape[1]} prompt tokens + {max_new_tokens} new ones = {total} exceed eval_max_seq_len = "
+            f"{cfg.eval_max_seq_len}; shorten the prompt or ask for fewer"
+        )
+    return _Plan(
+        batch=batch,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        use_cache=use_cache,
+        stop_ids=torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=device),
+        generator=None if seed is None else torch.Generator(device).manual_seed(seed),
+        mode=choose_rope_mode(rope, gptoss.rope_mode, total, cfg.yarn_original_max_seq_len),
+        prefill_chunk=prefill_chunk,
+        pad_id=pad_id,
+        tokenizer=tokenizer,
+    )
+
+
+def _steps(model: nn.Module, plan: _Plan) -> Iterator[Step]:
+    """The loop. Nothing of it stays switched on in the model while the caller holds a step."""
+    ids, key_start = plan.batch.ids, plan.batch.key_start
+    B, T = ids.shape
+    stop_ids = set(plan.stop_ids.tolist())
+    alive = [True] * B
+    writers = [] if plan.tokenizer is None else [TextStream(plan.tokenizer) for _ in range(B)]
+    cache = None
+    for index in range(plan.max_new_tokens):
+        began = time.perf_counter()
+        with torch.no_grad(), rope_mode(model, plan.mode):
+            if not plan.use_cache:
+                logits, _ = model(ids, key_start=key_start, last_only=True)
+                logits = logits[:, -1]  # (B, 1, V) -> (B, V)
+            elif cache is None:
+                cache = MixedKVCache.for_model(model, B, max_len=T + plan.max_new_tokens)
+                logits = prefill(
+                    model, ids, cache, key_start=key_start, chunk_size=plan.prefill_chunk
+                )
+            else:
+                logits = prefill(model, ids[:, -1:], cache, key_start=key_start)
+            if index < plan.min_new_tokens:
+                logits = forbid(logits, plan.stop_ids)
+            drawn = sample_next(
+                logits, plan.temperature, plan.top_k, plan.top_p, plan.generator
+            ).tolist()  # also waits for the device, so the time below is the step's
+        tokens = [token if live else None for token, live in zip(drawn, alive, strict=True)]
+        column = [plan.pad_id if token is None else token for token in tokens]
+        new = torch.tensor(column, dtype=torch.long, device=ids.device)[:, None]  # (B, 1)
+        # A cached step needs the last token only; the uncached one the whole sequence.
+        ids = new if plan.use_cache else torch.cat([ids, new], dim=1)
+        seconds = time.perf_counter() - began
+
+        alive = [token is not None and token not in stop_ids for token in tokens]
+        done = not any(alive) or index == plan.max_new_tokens - 1
+        texts = []
+        for row, writer in enumerate(writers):
+            token = tokens[row]
+            text = "" if token is None or token in stop_ids else writer.push(token)
+            if token is not None and (done or not alive[row]):
+                text += writer.flush()
+            texts.append(text)
+        yield Step(index, tokens, texts, seconds)
+        if done:
+            return
