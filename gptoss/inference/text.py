@@ -7,13 +7,13 @@ import codecs
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 
 class Tokenizer(Protocol):
-    """What generation needs of a tokenizer. A `tokenizers.Tokenizer` fits too.
+    """What generation needs of a tokenizer: `gptoss.data.tokenizers.Tokenizer` has it, `tokenizers.Tokenizer` too.
 
-    Where it has a method `token_bytes(token_id) -> bytes`, the stream of text uses that.
+    Where there is a method `decode_bytes(ids) -> bytes`, the stream of text uses that.
     """
 
     def encode(self, text: str) -> Any: ...
@@ -35,46 +35,11 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(getattr(encoded, "ids", encoded))
 
 
-def byte_alphabet() -> dict[str, int]:
-    """The letters in which byte-level BPE vocabularies write bytes: printable Latin-1 as itself, the rest from U+0100.
-
-    Returns:
-        A dict from each of the 256 letters to its byte.
-
-    Source: Radford et al. 2019, section 2.2; chapter 13.
-    """
-    others = [byte for byte in range(256) if byte not in _PRINTABLE]
-    letters = {chr(byte): byte for byte in _PRINTABLE}
-    return letters | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-def token_bytes(tokenizer: Tokenizer, token_id: int, alphabet: dict[str, int]) -> bytes:
-    """The bytes of one token: from the tokenizer itself, its vocabulary's letters, or its decoded text.
-
-    Args:
-        tokenizer: any of the kinds that `Tokenizer` allows.
-        token_id: an id.
-        alphabet: from `byte_alphabet`.
-
-    Returns:
-        Its bytes, perhaps a part of a character only; none for an id that the vocabulary does not have.
-    """
-    own = getattr(tokenizer, "token_bytes", None)
-    if own is not None:
-        return own(token_id)
-    lookup = getattr(tokenizer, "id_to_token", None)
-    if lookup is None:
-        return tokenizer.decode([token_id]).encode()
-    token = lookup(token_id)
-    if token is None:
-        return b""
-    if all(letter in alphabet for letter in token):
-        return bytes(alphabet[letter] for letter in token)
-    return token.encode()
-
-
 class TextStream:
     """Turns tokens into text one by one and holds bytes back until their character is whole.
+
+    The pieces joined are the text of all tokens decoded at once; bytes that are no UTF-8 become U+FFFD. An id that the
+    tokenizer does not know (a model's vocabulary may be padded) stands for no text.
 
     Args:
         tokenizer: any of the kinds that `Tokenizer` allows.
@@ -82,13 +47,29 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._alphabet = byte_alphabet()
+        self._decode_bytes = getattr(tokenizer, "decode_bytes", None)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending: list[int] = []  # only for tokenizers that cannot give bytes
 
     def push(self, token_id: int) -> str:
         """Text that became whole with this token; empty while a character is unfinished."""
-        return self._decoder.decode(token_bytes(self._tokenizer, token_id, self._alphabet))
+        if self._decode_bytes is not None:
+            try:
+                new_bytes = self._decode_bytes([token_id])
+            except ValueError:
+                return ""
+            return self._decoder.decode(new_bytes)
+        self._pending.append(token_id)
+        text = self._tokenizer.decode(self._pending)
+        if text.endswith("\ufffd") and len(self._pending) < LONGEST_CHARACTER:
+            return ""
+        self._pending.clear()
+        return text
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that never became whole, else nothing."""
+        if self._pending:
+            text = self._tokenizer.decode(self._pending)
+            self._pending.clear()
+            return text
         return self._decoder.decode(b"", final=True)

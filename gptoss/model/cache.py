@@ -66,11 +66,13 @@ class _LayerStore:
         grown = max(needed, int(GROWTH * capacity))
         if self.limit is not None:
             grown = min(grown, self.limit)
+        self.k, self.v = self._extended(self.k, grown), self._extended(self.v, grown)
+
+    def _extended(self, old: Tensor, capacity: int) -> Tensor:
         # A ring wraps only at its full size, so until then slot = position and a plain copy keeps the order.
-        self.k, self.v = (
-            torch.cat([old, old.new_empty(*old.shape[:2], grown - capacity, old.shape[3])], dim=2)
-            for old in (self.k, self.v)
-        )
+        new = old.new_empty(*old.shape[:2], capacity, old.shape[3])
+        new[:, :, : old.shape[2]] = old
+        return new
 
 
 class MixedKVCache:
