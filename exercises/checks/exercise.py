@@ -1,0 +1,259 @@
+"""What an exercise is, and how an answer to it is judged.
+
+An answer is a function. It meets the package's own function on inputs that catch shortcuts: same outputs, same
+gradients, inputs left alone. An answer that differs is held against answers that are known to be wrong; the one that
+it agrees with on every input names the likely mistake.
+"""
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Both sides compute in the same dtype with sums in a different order: a few hundred roundings of 6e-8 or 1e-16.
+TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.float64: (1e-8, 1e-10)}
+NOT_WRITTEN = "is not written yet: fill in the cell above, run it, then run this cell again"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One input that an answer is tried on.
+
+    Args:
+        label: what is special about it, in words that the reader sees: "6 query heads over 2 kv heads".
+        make: returns the arguments, positional as a tuple. Called anew for each function, so it must be
+            deterministic. Gradients are compared for each tensor that requires them.
+    """
+
+    label: str
+    make: Callable[[], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known wrong answer.
+
+    Args:
+        name: for tests, for instance "LSE detached".
+        hint: what is likely wrong, said to the reader; it does not give the solution away.
+        answer: a function that makes the mistake.
+    """
+
+    name: str
+    hint: str
+    answer: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found: whether the answer is right, the words for the reader, the mistake that it looks like."""
+
+    passed: bool
+    message: str
+    mistake: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function did with one trial: numbers, gradients, or the error that stopped it."""
+
+    values: tuple[Any, ...] = ()
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    error: BaseException | None = None
+    changed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise of one chapter; calling it with an answer prints the verdict.
+
+    Args:
+        function: the name of the function that the reader writes.
+        title: a few words.
+        dots: difficulty, 1 to 3.
+        minutes: an honest guess.
+        reference: the package's function, brought to the signature that the exercise asks for.
+        trials: inputs; the first is the plain one, the others catch shortcuts.
+        mistakes: at least two known wrong answers with their hints.
+        alternatives: at least one right answer that is written differently from the solution; tests use it.
+        hints: given one at a time, on request, the last nearly says it.
+        tolerances: relative and absolute, by dtype.
+    """
+
+    function: str
+    title: str
+    dots: int
+    minutes: int
+    reference: Callable[..., Any]
+    trials: tuple[Trial, ...]
+    mistakes: tuple[Mistake, ...]
+    alternatives: tuple[Callable[..., Any], ...]
+    hints: tuple[str, ...]
+    tolerances: Mapping[torch.dtype, tuple[float, float]] = field(
+        default_factory=lambda: TOLERANCES
+    )
+
+    def __call__(self, answer: Callable[..., Any], hint: int = 0) -> None:
+        """Print whether an answer is right and, if not, what is likely wrong. Never raises.
+
+        Args:
+            answer: the reader's function.
+            hint: 0 for none, 1 for the first hint, 2 for the second, …
+        """
+        print(self.judge(answer).message)
+        if hint > 0:
+            number = min(hint, len(self.hints))
+            print(f"Hint {number} of {len(self.hints)}: {self.hints[number - 1]}")
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the arguments, as the reference has them."""
+        return tuple(inspect.signature(self.reference).parameters)
+
+    def judge(self, answer: Callable[..., Any]) -> Verdict:
+        """Hold an answer against the reference on every trial.
+
+        Args:
+            answer: the reader's function.
+
+        Returns:
+            The verdict; it is the same whenever the answer is the same.
+        """
+        if not callable(answer):
+            return self._fail(f"expects the function itself; got {type(answer).__name__}")
+        found = []
+        for trial in self.trials:
+            got = run(answer, trial, self.arguments)
+            if isinstance(got.error, NotImplementedError):
+                return self._fail(NOT_WRITTEN)
+            difference = self.difference(got, run(self.reference, trial, self.arguments))
+            found.append((trial, got, difference))
+        wrong = [(trial, got, words) for trial, got, words in found if words]
+        if not wrong:
+            return Verdict(True, f"✓ {self.function}: right on all {len(self.trials)} inputs.")
+        trial, _, words = wrong[0]
+        tried = f"wrong on {len(wrong)} of {len(self.trials)} inputs, first on: {trial.label}."
+        mistake = self._recognise([(trial, got) for trial, got, _ in found])
+        advice = f"Likely: {mistake.hint}" if mistake else "For a hint run this check with hint=1."
+        return self._fail(
+            f"{tried}\n  {words}\n  {advice}", None if mistake is None else mistake.name
+        )
+
+    def difference(self, got: Outcome, want: Outcome) -> str:
+        """What an outcome gets wrong, in one sentence; empty when it agrees."""
+        if got.error is not None:
+            return f"It stopped with {_where(got.error)}"
+        if got.changed:
+            return f"It changed its argument number {got.changed[0] + 1} in place; leave the inputs alone."
+        if len(got.values) != len(want.values):
+            return f"It returned {len(got.values)} results instead of {len(want.values)}."
+        several = len(want.values) > 1
+        for place, (mine, theirs) in enumerate(zip(got.values, want.values, strict=True)):
+            name = f"Result {place + 1}" if several else "The result"
+            words = self._compare(mine, theirs)
+            if words:
+                return f"{name} {words}"
+        for name, theirs in want.gradients.items():
+            mine = got.gradients.get(name)
+            words = "is missing." if mine is None else self._compare(mine, theirs)
+            if words:
+                return f"The result is right, but the gradient of {name} {words}"
+        return ""
+
+    def _compare(self, got: Any, want: Any) -> str:
+        if not isinstance(want, Tensor):
+            if isinstance(got, Tensor) and got.numel() == 1:
+                got = got.item()
+            if isinstance(got, bool) or not isinstance(got, int | float):
+                return f"is a {type(got).__name__}; a number is asked for."
+            close = abs(got - want) <= 1e-6 * abs(want)
+            return "" if close else f"is {got:,.6g}, not the right number."
+        if not isinstance(got, Tensor):
+            return f"is a {type(got).__name__}; a tensor is asked for."
+        if got.shape != want.shape:
+            return f"has shape {tuple(got.shape)}; expected {tuple(want.shape)}."
+        if got.dtype != want.dtype:
+            return f"has dtype {got.dtype}; expected {want.dtype}."
+        if got.isnan().any() and not want.isnan().any():
+            return f"holds {int(got.isnan().sum())} NaN among its {got.numel()} numbers."
+        relative, absolute = self.tolerances.get(want.dtype, (0.0, 0.0))
+        if torch.allclose(got, want, rtol=relative, atol=absolute, equal_nan=True):
+            return ""
+        gap = (got.detach().double() - want.detach().double()).abs()
+        index = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
+        at = f" at {index}" if index else ""
+        return f"is off by up to {gap.max():.2g}{at}."
+
+    def _recognise(self, found: list[tuple[Trial, Outcome]]) -> Mistake | None:
+        """The first known mistake that agrees with the answer on every trial."""
+        for mistake in self.mistakes:
+            if all(
+                not self.difference(got, run(mistake.answer, trial, self.arguments))
+                for trial, got in found
+            ):
+                return mistake
+        for mistake in self.mistakes:  # an error has no numbers to compare: its kind will do
+            outcomes = [(got, run(mistake.answer, trial, self.arguments)) for trial, got in found]
+            if all(
+                type(got.error) is type(theirs.error)
+                and (got.error is not None or not self.difference(got, theirs))
+                for got, theirs in outcomes
+            ):
+                return mistake
+        return None
+
+    def _fail(self, words: str, mistake: str | None = None) -> Verdict:
+        return Verdict(False, f"✗ {self.function}: {words}", mistake)
+
+
+def run(function: Callable[..., Any], trial: Trial, names: tuple[str, ...]) -> Outcome:
+    """Call a function on a trial, with gradients of a fixed weighted sum of its floating results. Never raises.
+
+    Args:
+        function: an answer or the reference.
+        trial: makes the arguments.
+        names: of the arguments; gradients are kept by name, and only where there is one.
+    """
+    arguments, untouched = trial.make(), trial.make()
+    leaves = {
+        name: argument
+        for name, argument in zip(names, arguments, strict=True)
+        if isinstance(argument, Tensor) and argument.requires_grad
+    }
+    try:
+        result = function(*arguments)
+        values = tuple(result) if isinstance(result, tuple | list) else (result,)
+        gradients = _gradients(values, leaves)
+    except Exception as error:  # the reader's code may raise anything; the check reports it
+        return Outcome(error=error)
+    changed = tuple(
+        place
+        for place, (after, before) in enumerate(zip(arguments, untouched, strict=True))
+        if isinstance(before, Tensor) and not torch.equal(after, before)
+    )
+    detached = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
+    return Outcome(detached, gradients, changed=changed)
+
+
+def _gradients(values: tuple[Any, ...], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    sums = []
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad:
+            count = torch.arange(value.numel(), dtype=torch.float64).reshape(value.shape)
+            sums.append((value * torch.cos(count + 1).to(value.dtype)).sum())
+    if not sums or not leaves:
+        return {}
+    found = torch.autograd.grad(torch.stack(sums).sum(), list(leaves.values()), allow_unused=True)
+    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+
+
+def _where(error: BaseException) -> str:
+    """The error's kind, first line and the line of the reader's code that raised it."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    return f"{text} (line {frames[0].lineno} of your cell)" if frames else text
