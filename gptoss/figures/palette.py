@@ -26,7 +26,7 @@ COLORS: Mapping[str, str] = MappingProxyType(
         "keys": "#fa5014",
         "values": "#118256",
         "sink": "#954a88",
-        "windowed": "#1a97bf",
+        "windowed": "#1a9bc3",
         "global": "#292f4f",
         "routed": "#9c8c3b",
         "shared": "#53250e",
