@@ -1,0 +1,133 @@
+"""Everything that can be wrong with a run is found before anything is written (chapter 17)."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gptoss.config import RunConfig
+from gptoss.training.checkpoint import CheckpointManager
+from gptoss.training.distributed import World
+from gptoss.training.plan import BatchPlan, plan_batches
+from gptoss.training.run_data import RunData, open_run_data
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A run that can start.
+
+    `first_step` is the step to go on from, `resumes` whether a checkpoint is loaded, `checkpoints` the complete steps
+    in the directory. Memory in GiB, None where it is not known.
+    """
+
+    data: RunData
+    batch: BatchPlan
+    first_step: int
+    resumes: bool
+    checkpoints: list[int]
+    predicted_gib: float | None
+    limit_gib: float | None
+
+
+def check_run(run: RunConfig, resume: str | int, world: World) -> Preflight:
+    """Open the data, find the checkpoint, cut the step; write nothing but the cache of the default corpus.
+
+    Args:
+        run: the configuration.
+        resume: "auto", "never" or a step.
+        world: the processes.
+
+    Raises:
+        ValueError, OSError: what is wrong, in one line.
+    """
+    limit = device_memory_gib(world.device)
+
+    def predicted(micro_batch: int) -> float:
+        return predicted_memory_gib(run, world, micro_batch)
+
+    check_directory(Path(run.training.save_dir))
+    batch = plan_batches(
+        run.training, run.model.max_seq_len, world.size, predicted if limit else None, limit
+    )
+    first_step, resumes, checkpoints = world.from_main(lambda: find_start(run, resume))
+    data = open_run_data(run, world)
+    return Preflight(
+        data, batch, first_step, resumes, checkpoints, predicted(batch.micro_batch), limit
+    )
+
+
+def check_directory(directory: Path) -> None:
+    """See that a directory can be written, or made, without making it.
+
+    Raises:
+        NotADirectoryError, PermissionError: it cannot; the message names what stands in the way.
+    """
+    nearest = directory
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise NotADirectoryError(
+            f"training.save_dir = {directory}: {nearest} is a file, not a directory; choose another"
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"training.save_dir = {directory}: {nearest} cannot be written; choose another with "
+            "--set training.save_dir=…"
+        )
+
+
+def find_start(run: RunConfig, resume: str | int) -> tuple[int, bool, list[int]]:
+    """Which step a run goes on from.
+
+    Returns:
+        (step, whether it is loaded from a checkpoint, all complete steps of the directory).
+
+    Raises:
+        ValueError: `resume` is none of its values, a fresh start in a directory that holds checkpoints, a step that is
+            not there, or one behind the end of the run.
+    """
+    manager = CheckpointManager(run.training.save_dir)
+    present = manager.list_checkpoints() if Path(run.training.save_dir).is_dir() else []
+    if resume == "never":
+        if present:
+            raise ValueError(
+                f"{run.training.save_dir} holds checkpoints up to step {present[-1]}: resume with --resume auto, or "
+                "choose another directory with --set training.save_dir=…"
+            )
+        return 0, False, present
+    if resume == "auto":
+        step = manager.latest_step() if present else None
+        if present and step is None:
+            raise ValueError(
+                f"no checkpoint in {run.training.save_dir} is undamaged (tried {', '.join(map(str, present))}): restore "
+                "one, or choose another directory with --set training.save_dir=…"
+            )
+    elif isinstance(resume, int) and not isinstance(resume, bool):
+        if resume not in present:
+            known = ", ".join(map(str, present)) or "none"
+            raise ValueError(
+                f"no complete checkpoint of step {resume} in {run.training.save_dir}; there: {known}"
+            )
+        step = resume
+    else:
+        raise ValueError(f'resume = {resume!r}: expected "auto", "never" or a step')
+    if step is None:
+        return 0, False, present
+    if step > run.training.total_steps:
+        raise ValueError(
+            f"the checkpoint in {run.training.save_dir} is of step {step}, behind training.total_steps = "
+            f"{run.training.total_steps}: raise total_steps or choose another directory"
+        )
+    return step, True, present
+
+
+def device_memory_gib(device: torch.device) -> float | None:
+    """What a process may use of its GPU: free memory less 5% for fragmentation; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] * 0.95 / 2**30
+
+
+def predicted_memory_gib(run: RunConfig, world: World, micro_batch: int) -> float:
+    return 0.0

@@ -1,0 +1,179 @@
+"""The full pretraining run: from a configuration to a trained model on disk (chapter 17).
+
+`pretrain` is the one entry: the command line and the book's last chapter call it. Each thing that it does is a small
+file of this folder; here they meet, in the order in which they happen.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gptoss.config import RunConfig
+from gptoss.data.tokenizers import Tokenizer
+from gptoss.model.transformer import GPTOSS
+from gptoss.training.assembly import assemble
+from gptoss.training.distributed import join_world
+from gptoss.training.interrupt import stop_on_signal
+from gptoss.training.plan import RunPlan
+from gptoss.training.preflight import check_run
+from gptoss.training.reporter import Reporter
+from gptoss.training.restore import write_description
+from gptoss.training.trainer import OnStep, Trainer
+from gptoss.training.validation import (
+    Validation,
+    Validator,
+    unigram_baseline,
+    validation_windows,
+)
+
+
+@dataclass(frozen=True)
+class PretrainResult:
+    """What a call of `pretrain` came to.
+
+    Attributes:
+        step: steps that the model has taken, earlier calls included.
+        first_step: the step that this call went on from.
+        losses: cross-entropy of each step of this call, nats a token; `losses[i]` is step `first_step + 1 + i`.
+        validation: one entry each time the model was validated in this call, the end included.
+        unigram_baseline: validation loss of a model that knows token frequencies only, nats a token.
+        unigram_bits_per_byte: the same in bits a byte; None without a tokenizer.
+        tokens_per_step: all processes together.
+        tokens_per_second: all processes together, in the last logged interval; None before the first.
+        checkpoint_dir: where the checkpoints, config.json, tokenizer.json and metrics.jsonl are.
+        tokenizer: None when the shards came without one.
+        model: the trained model, plain (with FSDP2 it is sharded).
+        samples: (step, text) of each sample.
+        stopped_by: "Ctrl-C" or "SIGTERM" when the run was asked to end, else None.
+        peak_memory_gib: of this process's GPU; None on a CPU.
+    """
+
+    step: int
+    first_step: int
+    losses: list[float]
+    validation: list[Validation]
+    unigram_baseline: float
+    unigram_bits_per_byte: float | None
+    tokens_per_step: int
+    tokens_per_second: float | None
+    checkpoint_dir: Path
+    tokenizer: Tokenizer | None
+    model: GPTOSS
+    samples: list[tuple[int, str]]
+    stopped_by: str | None
+    peak_memory_gib: float | None
+
+
+def pretrain(
+    run: RunConfig,
+    *,
+    resume: str | int = "auto",
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    on_step: OnStep | None = None,
+    max_steps: int | None = None,
+) -> PretrainResult:
+    """Train a model as a configuration says, going on where its directory left off.
+
+    Everything is checked before anything is written. A line is printed every `log_interval` steps, every step is a line
+    of metrics.jsonl, and the run may be killed at any moment: calling again goes on from the latest complete
+    checkpoint, on a CPU with the same bits as a run that was never stopped.
+
+    Args:
+        run: the configuration.
+        resume: "auto" takes the latest checkpoint of `training.save_dir`, or starts anew where there is none; "never"
+            starts anew and refuses a directory that holds checkpoints; a number takes that step, and later checkpoints
+            go when the first new one is saved.
+        device: where to train; a GPU where there is one, else the CPU. Under torchrun each process takes its own.
+        progress: print the plan and the log, and show a bar where somebody watches; False is silent.
+        on_step: called with (step, result) after each step that was taken.
+        max_steps: at most this many steps in this call; the schedule stays that of `total_steps`.
+
+    Returns:
+        losses, validation curve and baseline, and where the checkpoint is.
+
+    Raises:
+        ValueError: the configuration, the data or the checkpoint cannot be used; nothing was written.
+        OSError: a file that cannot be read or a directory that cannot be written.
+        TrainingStopped: loss or gradients stay non-finite; the latest checkpoint is safe.
+
+    Source: chapter 17.
+    """
+    if max_steps is not None and max_steps < 0:
+        raise ValueError(f"max_steps = {max_steps}: expected 0 or more")
+    settings = run.training
+    with ExitStack() as stack:
+        world = stack.enter_context(join_world(device))
+        ready = check_run(run, resume, world)
+        first, total = ready.first_step, settings.total_steps
+        last = total if max_steps is None else min(total, first + max_steps)
+        request = stack.enter_context(stop_on_signal())
+
+        built = assemble(run, world)
+        windows = validation_windows(
+            ready.data.validation, settings.validation_batches * ready.batch.micro_batch
+        )
+        tokenizer = ready.data.tokenizer
+        validator = Validator(
+            built.module,
+            windows,
+            ready.batch.micro_batch,
+            world,
+            tokenizer.token_byte_lengths() if tokenizer else None,
+            unigram_baseline(ready.data.train, windows, run.model.vocab_size),
+            built.autocast,
+            settings.loss_chunk_size,
+        )
+        active = built.model.num_active_parameters()
+        reporter = Reporter(run, world, ready.batch, active, first, last, progress)
+        plan = RunPlan(
+            run=run,
+            batch=ready.batch,
+            device=str(world.device.type),
+            parameters=built.model.num_parameters(),
+            active_parameters=active,
+            first_step=first,
+            train_tokens=ready.data.train.manifest.total_tokens,
+            validation_tokens=ready.data.validation.manifest.total_tokens,
+            predicted_gib=ready.predicted_gib,
+            limit_gib=ready.limit_gib,
+            shows_mfu=reporter.flops_per_token_and_peak is not None,
+        )
+        reporter.say(plan.page())
+        trainer = Trainer(run, ready, world, built, validator, reporter, request, on_step)
+        stack.callback(trainer.close)
+        directory = Path(settings.save_dir)
+        if world.is_main:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_description(directory, run, tokenizer)
+        stack.callback(reporter.close)
+        reporter.open()
+        if ready.resumes:
+            reporter.say(f"[resume] going on from step {first} in {directory}")
+        done = trainer.train(last)
+        stopped_by = request.name if request and trainer.step < last else None
+        if stopped_by:
+            reporter.say(
+                f"[stop] {stopped_by}: step {trainer.step} of {total} is saved in {directory}; the same command goes on"
+            )
+        else:
+            reporter.say(f"[done] step {trainer.step} of {total} is saved in {directory}")
+        interval = reporter.logger.last
+        return PretrainResult(
+            step=trainer.step,
+            first_step=first,
+            losses=done.losses,
+            validation=done.validation,
+            unigram_baseline=validator.unigram_loss,
+            unigram_bits_per_byte=validator.bits_per_byte(validator.unigram_loss),
+            tokens_per_step=ready.batch.tokens_per_step,
+            tokens_per_second=interval.tokens_per_second if interval else None,
+            checkpoint_dir=directory,
+            tokenizer=tokenizer,
+            model=built.model,
+            samples=done.samples,
+            stopped_by=stopped_by,
+            peak_memory_gib=reporter.memory_gib(),
+        )
