@@ -132,12 +132,13 @@ class CheckpointDirectory:
         except (OSError, CheckpointError) as error:
             return str(error)
         for record in records:
-            known = checksum and self._stamp(record.name) in self._sound
-            fault = fault_in_file(self.path, record, checksum=checksum and not known)
+            fault = fault_in_file(self.path, record, checksum=False)
+            if fault is None and checksum and self._stamp(record.name) not in self._sound:
+                fault = fault_in_file(self.path, record)
+                if fault is None:
+                    self._sound.add(self._stamp(record.name))
             if fault:
                 return fault
-            if checksum:
-                self._sound.add(self._stamp(record.name))
         return None
 
     def steps(self) -> list[int]:
