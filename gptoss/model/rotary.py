@@ -72,7 +72,7 @@ def compute_yarn_freqs(
         original_max_seq_len: L₀, the training length in tokens.
         target_seq_len: the length to reach in tokens; it must exceed L₀ when s > 1.
         beta_fast, beta_slow: turns over L₀ above which a pair is kept, and below which it is slowed by s.
-        truncate: round low down and high up to whole pairs, clamped to [0, D − 1].
+        truncate: round low down and high up to whole pairs. Either way they are clamped to [0, D − 1].
 
     Returns:
         (D/2,) in float64: at position 131,071 a float32 frequency is off by up to 2e-3 radians.
@@ -116,7 +116,8 @@ def compute_yarn_freqs(
 
     low, high = pair_with_turns(beta_fast), pair_with_turns(beta_slow)
     if truncate:
-        low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     if low >= high:
         warnings.warn(
             f"YaRN ramp from pair {low:.2f} to {high:.2f} is empty (beta_fast = {beta_fast}, "

@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, C model width, V vocabulary, L layers.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -86,6 +88,13 @@ class GPTOSS(nn.Module):
                 nn.init.ones_(module.weight)
             elif isinstance(module, GPTOSSAttention) and module.sink_bias is not None:
                 nn.init.zeros_(module.sink_bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPTOSS":
+        """Move or cast as every module does; a tied head is tied again, since to_empty() makes two tensors of one."""
+        super()._apply(fn, recurse)
+        if self.cfg.weight_tying:
+            self.head.weight = self.embed.weight
+        return self
 
     def forward(
         self,

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gptoss.config import ATTENTION_BACKENDS
+from gptoss.kernels.attention import triton_attention
 
 from .blocked import blocked_attention
 from .flex import flex_causal_attention
@@ -58,6 +59,7 @@ def causal_attention(
         "reference": manual_causal_attention,
         "blocked": blocked_attention,
         "flex": flex_causal_attention,
+        "triton": triton_attention,
     }[chosen]
     return attend(q, k, v, window, sink_bias, scale=scale, key_start=key_start)
 
@@ -74,4 +76,4 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
         )
     if backend != "auto":
         return backend
-    return "flex" if device.type == "cuda" and dtype != torch.float64 else "blocked"
+    return "triton" if device.type == "cuda" and dtype != torch.float64 else "blocked"
