@@ -5,9 +5,11 @@ Text is split into words by `SPLIT_PATTERN` (letters, single digits, punctuation
 so nothing is unknown. Training, merging and the file format are the `tokenizers` library's.
 """
 
+import contextlib
 import hashlib
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -19,10 +21,8 @@ from gptoss.data.atomic import write_atomically
 
 EOS_TOKEN = "<|endoftext|>"
 KNOWN_EOS_TOKENS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+THREADS_VARIABLE = "TOKENIZERS_PARALLELISM"
+SPLIT_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SURROGATE = re.compile("([\ud800-\udfff])")
 
 
@@ -69,20 +69,22 @@ class Tokenizer:
         Returns:
             ids, each in [0, vocab_size).
         """
-        return self.encode_batch([text], allow_special)[0]
+        self.backend.encode_special_tokens = not allow_special
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except TypeError:
+            return self._encode_with_surrogates(text)
 
     def encode_batch(self, texts: Sequence[str], allow_special: bool = False) -> list[list[int]]:
-        """Token ids of several texts, encoded in parallel by the library where it may."""
+        """Token ids of several texts, on one thread; `prepare` uses processes."""
         self.backend.encode_special_tokens = not allow_special
-        if len(texts) == 1:  # the library's batch call starts threads
-            try:
-                return [self.backend.encode(texts[0], add_special_tokens=False).ids]
-            except TypeError:
-                return [self._encode_with_surrogates(texts[0])]
         try:
-            return [e.ids for e in self.backend.encode_batch(texts, add_special_tokens=False)]
+            with one_thread():
+                # The fast call leaves out character offsets, which nobody reads here.
+                encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [e.ids for e in encoded]
         except TypeError:  # some text holds a lone surrogate
-            return [self.encode_batch([text], allow_special)[0] for text in texts]
+            return [self.encode(text, allow_special) for text in texts]
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Token ids of any bytes: valid UTF-8 by the merges, each stray byte by its own token.
@@ -203,8 +205,29 @@ class Tokenizer:
         return table
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep the library's calls on one thread.
+
+    Once it has used threads, every later fork of the process (a data loader's workers) prints its warning. The variable
+    is the library's only switch; it is put back.
+    """
+    before = os.environ.get(THREADS_VARIABLE)
+    os.environ[THREADS_VARIABLE] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[THREADS_VARIABLE]
+        else:
+            os.environ[THREADS_VARIABLE] = before
+
+
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (EOS_TOKEN,)
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str] = (EOS_TOKEN,),
+    threads: bool = False,
 ) -> Tokenizer:
     """Learn a byte-level BPE from texts.
 
@@ -215,6 +238,7 @@ def train_tokenizer(
         texts: any iterable of str, read once; lone surrogates are left out of the counts.
         vocab_size: tokens in all, at least 256 + the special tokens.
         special_tokens: tokens that stand for no text, each one id; the first ends documents.
+        threads: count on all cores; see `one_thread` for what it costs.
 
     Returns:
         the tokenizer; the same texts give the same one.
@@ -255,7 +279,8 @@ def train_tokenizer(
             seen += len(text)
             yield text
 
-    backend.train_from_iterator(valid_texts(), trainer)
+    with contextlib.nullcontext() if threads else one_thread():
+        backend.train_from_iterator(valid_texts(), trainer)
     if not seen:
         raise ValueError("the texts to train a tokenizer on are empty: give at least one document")
     return Tokenizer(backend, special_tokens[0])

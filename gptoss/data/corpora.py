@@ -1,0 +1,241 @@
+"""Corpora by name: what "stdlib", "package:sympy", "texts/*.md" or "hf:owner/name" stand for (chapter 13).
+
+Listing a corpus finds its files, in an order that does not depend on the machine; reading is `documents.py`'s.
+"""
+
+import glob
+import hashlib
+import importlib.util
+import json
+import platform
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from gptoss.data.documents import Document, FileReader, HuggingFaceReader
+
+SKIPPED_FOLDERS = frozenset(
+    {
+        *("test", "tests", "idle_test", "testing", "__pycache__", "site-packages", "dist-packages"),
+        *("lib2to3", "idlelib", "turtledemo", "ensurepip", "node_modules"),
+    }
+)
+TEXT_SUFFIXES = frozenset(
+    {
+        *(".txt", ".md", ".rst", ".tex", ".org", ".html", ".xml", ".csv", ".json", ".yaml", ".yml"),
+        *(
+            ".toml",
+            ".py",
+            ".pyi",
+            ".ipynb",
+            ".c",
+            ".h",
+            ".cc",
+            ".cpp",
+            ".hpp",
+            ".cu",
+            ".cuh",
+            ".rs",
+        ),
+        *(".go", ".java", ".kt", ".scala", ".js", ".ts", ".tsx", ".jsx", ".css", ".rb", ".php"),
+        *(".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".sh", ".sql", ".swift", ".zig"),
+        *(".jsonl", ".ndjson", ".parquet"),
+    }
+)
+
+
+class Reader(Protocol):
+    """An iterator of documents that knows where it stands."""
+
+    def __iter__(self) -> Iterator[Document]: ...
+    def __next__(self) -> Document: ...
+    def cursor(self) -> Any:
+        """A JSON value that starts a reader behind the last document read."""
+        ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source of documents.
+
+    Attributes:
+        name: as the caller gave it.
+        fingerprint: changes when the files' names or sizes change; guards a continued preparation.
+        size_bytes: of all files, or None when nobody knows before reading.
+        read: starts a reader, from the beginning or from a cursor.
+        about: facts for a model card: files, bytes, and per package its version and licence.
+    """
+
+    name: str
+    fingerprint: str
+    size_bytes: int | None
+    read: Callable[[Any], Reader]
+    about: tuple[dict[str, Any], ...] = ()
+
+
+def open_corpus(source: str | Path | Sequence[str | Path], column: str = "text") -> Corpus:
+    """Find what a source names.
+
+    Args:
+        source: one of these, or a list of them, read one after the other:
+            "stdlib"            the Python standard library of this interpreter, without its tests;
+            "package:NAME"      the Python sources of an installed package, without its tests;
+            "hf:NAME", "hf:NAME:CONFIG", "hf:NAME:CONFIG:SPLIT"   a Hugging Face dataset, streamed;
+            a folder            every text, code, .jsonl and .parquet file in it, hidden folders left out;
+            a file or a glob    "books/*.txt", "data/**/*.parquet".
+        column: the field with the text in JSONL, Parquet and Hugging Face datasets.
+
+    Raises:
+        ValueError: nothing found under that name; one line says what was looked for.
+
+    Source: chapter 13.
+    """
+    sources = [source] if isinstance(source, str | Path) else list(source)
+    if not sources:
+        raise ValueError('no source of text was given: expected "stdlib", a folder, a file, ...')
+    corpora = [_open_one(str(one), column) for one in sources]
+    if len(corpora) == 1:
+        return corpora[0]
+    sizes = [corpus.size_bytes for corpus in corpora]
+    return Corpus(
+        name=" + ".join(corpus.name for corpus in corpora),
+        fingerprint=_digest([corpus.fingerprint for corpus in corpora]),
+        size_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+        read=lambda cursor: _ChainReader(corpora, cursor),
+        about=tuple(fact for corpus in corpora for fact in corpus.about),
+    )
+
+
+def stdlib_files() -> list[tuple[str, Path]]:
+    """(name, path) of each module of the running interpreter's standard library, tests left out, by name."""
+    return _python_files(Path(sysconfig.get_paths()["stdlib"]))
+
+
+def package_files(name: str) -> list[tuple[str, Path]]:
+    """(name, path) of each Python source of an installed package, tests left out, by name.
+
+    Raises:
+        ValueError: no such package here.
+    """
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    if not folders:
+        raise ValueError(
+            f"package:{name}: no installed package of that name; pip install it, or leave it out"
+        )
+    return [(f"{name}/{file}", path) for file, path in _python_files(Path(folders[0]))]
+
+
+def package_licence(name: str) -> dict[str, str]:
+    """The version and the licence that an installed package declares ("" where it declares none)."""
+    for distribution in metadata.packages_distributions().get(name, [name]):
+        try:
+            declared = metadata.metadata(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+        classifiers = declared.get_all("Classifier") or ()
+        stated = [line.split(" :: ")[-1] for line in classifiers if line.startswith("License ::")]
+        expression = (declared.get_all("License-Expression") or [""])[0]
+        first_line = (declared.get_all("License") or [""])[0].split("\n")[0]
+        licence = expression or "; ".join(stated) or first_line
+        return {"version": metadata.version(distribution), "licence": licence}
+    return {"version": "", "licence": ""}
+
+
+def _open_one(source: str, column: str) -> Corpus:
+    kind, _, rest = source.partition(":")
+    about: dict[str, Any] = {"source": source}
+    if kind == "hf" and rest:
+        name, config, split = (*rest.split(":"), "", "")[:3]
+        arguments = (name, config or None, split or "train", column)
+        fingerprint = _digest([source, column])
+        return Corpus(
+            source, fingerprint, None, lambda c: HuggingFaceReader(*arguments, c), (about,)
+        )
+    if source == "stdlib":
+        files = stdlib_files()
+        about |= {"version": platform.python_version(), "licence": "PSF-2.0"}
+    elif kind == "package" and rest:
+        files = package_files(rest)
+        about |= package_licence(rest)
+    else:
+        files = _listed_files(source)
+    files = [(name, path) for name, path in files if path.stat().st_size]
+    if not files:
+        raise ValueError(
+            f"{source}: nothing to read: no text, code, .jsonl or .parquet file with content"
+        )
+    sizes = [path.stat().st_size for _, path in files]
+    about |= {"files": len(files), "bytes": sum(sizes)}
+    listing = [[name, size] for (name, _), size in zip(files, sizes, strict=True)]
+    return Corpus(
+        name=source,
+        fingerprint=_digest([column, listing]),
+        size_bytes=sum(sizes),
+        read=lambda cursor: FileReader(files, column, cursor),
+        about=(about,),
+    )
+
+
+def _listed_files(source: str) -> list[tuple[str, Path]]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [(path.name, path)]
+    if path.is_dir():
+        found = [
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in TEXT_SUFFIXES and file.is_file() and not _hidden(file, path)
+        ]
+        return sorted((file.relative_to(path).as_posix(), file) for file in found)
+    if glob.has_magic(source):
+        matches = glob.glob(str(path), recursive=True)
+        return sorted((Path(m).as_posix(), Path(m)) for m in matches if Path(m).is_file())
+    raise ValueError(
+        f"{source}: no such file or folder; a source is a folder, a file, a glob, stdlib, package:NAME or hf:NAME"
+    )
+
+
+def _python_files(root: Path) -> list[tuple[str, Path]]:
+    found = []
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root)
+        if not SKIPPED_FOLDERS.intersection(name.parts[:-1]) and path.is_file():
+            found.append((name.as_posix(), path))
+    return sorted(found)
+
+
+def _hidden(file: Path, root: Path) -> bool:
+    parts = file.relative_to(root).parts
+    return any(part.startswith(".") or part in ("__pycache__", "node_modules") for part in parts)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode(errors="surrogateescape")).hexdigest()
+
+
+class _ChainReader:
+    """Several corpora, one after the other."""
+
+    def __init__(self, corpora: Iterable[Corpus], cursor: dict[str, Any] | None = None):
+        self._corpora = list(corpora)
+        self._number = cursor["corpus"] if cursor else 0
+        self._reader = self._corpora[self._number].read(cursor["cursor"] if cursor else None)
+
+    def __iter__(self) -> Iterator[Document]:
+        return self
+
+    def __next__(self) -> Document:
+        while True:
+            for document in self._reader:
+                return document
+            if self._number + 1 == len(self._corpora):
+                raise StopIteration
+            self._number += 1
+            self._reader = self._corpora[self._number].read(None)
+
+    def cursor(self) -> dict[str, Any]:
+        return {"corpus": self._number, "cursor": self._reader.cursor()}
