@@ -1,0 +1,202 @@
+"""Measured numbers as files: what was measured, on what, with which software, at which commit, by which command.
+
+Each table of this book is one JSON file under `book/evidence`. Pages read numbers from there and nowhere else.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EVIDENCE_FORMAT = 1
+REQUIRED = {
+    "format": int,
+    "name": str,
+    "title": str,
+    "date": str,
+    "machine": str,
+    "software": dict,
+    "commit": str,
+    "command": str,
+    "convention": str,
+    "columns": dict,
+    "rows": list,
+    "notes": list,
+}
+
+
+def evidence_folder() -> Path:
+    """`book/evidence` of the checkout that this package is run from.
+
+    Raises:
+        FileNotFoundError: the package is installed without its book.
+    """
+    folder = Path(__file__).parents[2] / "book" / "evidence"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is missing: the evidence comes with the book's checkout")
+    return folder
+
+
+def load_evidence(name: str, folder: Path | None = None) -> dict[str, Any]:
+    """Read one evidence file and check its form.
+
+    Args:
+        name: the file's name without `.json`.
+        folder: where it is; `evidence_folder()` unless given.
+
+    Raises:
+        FileNotFoundError: there is no such file; the message lists those there are.
+        ValueError: the file does not follow the format.
+    """
+    folder = evidence_folder() if folder is None else folder
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.json"))) or "none yet"
+        raise FileNotFoundError(f"no evidence {name!r} in {folder}; there is: {known}")
+    evidence = json.loads(path.read_text())
+    check_evidence(evidence, path.stem)
+    return evidence
+
+
+def check_evidence(evidence: dict[str, Any], name: str) -> None:
+    """Hold an evidence file against the format.
+
+    Raises:
+        ValueError: the first thing that is wrong with it.
+    """
+    for key, kind in REQUIRED.items():
+        if not isinstance(evidence.get(key), kind):
+            raise ValueError(f"evidence {name}: {key!r} must be there, as {kind.__name__}")
+    if evidence["format"] != EVIDENCE_FORMAT or evidence["name"] != name:
+        raise ValueError(f"evidence {name}: expected format {EVIDENCE_FORMAT} and its file's name")
+    date.fromisoformat(evidence["date"])
+    if not evidence["rows"]:
+        raise ValueError(f"evidence {name}: no rows")
+    for number, row in enumerate(evidence["rows"]):
+        unknown = sorted(set(row) - set(evidence["columns"]))
+        if unknown:
+            raise ValueError(
+                f"evidence {name}, row {number}: columns without a meaning: {', '.join(unknown)}"
+            )
+
+
+def make_evidence(
+    name: str,
+    title: str,
+    columns: dict[str, str],
+    rows: Sequence[dict[str, Any]],
+    *,
+    command: str,
+    convention: str = "",
+    notes: Sequence[str] = (),
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """Put a table together with where it comes from.
+
+    Args:
+        name: of the file, without `.json`.
+        title: what the table shows, in one line.
+        columns: each column's key and what it means, with its unit.
+        rows: one dict a row, with keys of `columns`.
+        command: what was run.
+        convention: how derived numbers are counted (FLOPs, percentages), if there are any.
+        notes: what a reader must know beside the numbers.
+        commit: the version of this package; asked of git unless given.
+
+    Raises:
+        ValueError: a row has a key that `columns` does not explain.
+    """
+    evidence = {
+        "format": EVIDENCE_FORMAT,
+        "name": name,
+        "title": title,
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "software": software(),
+        "commit": commit or current_commit(),
+        "command": command,
+        "convention": convention,
+        "columns": columns,
+        "rows": list(rows),
+        "notes": list(notes),
+    }
+    check_evidence(evidence, name)
+    return evidence
+
+
+def write_evidence(evidence: dict[str, Any], folder: Path) -> Path:
+    """Write an evidence file whole or not at all, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{evidence['name']}.json"
+    temporary = path.with_suffix(".json.tmp")
+    temporary.write_text(json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
+    os.replace(temporary, path)
+    return path
+
+
+def format_table(evidence: dict[str, Any]) -> str:
+    """The table as plain text, with its machine, software, commit and convention below."""
+    keys = [key for key in evidence["columns"] if any(key in row for row in evidence["rows"])]
+    cells = [keys] + [[_cell(row.get(key)) for key in keys] for row in evidence["rows"]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(keys))]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    versions = ", ".join(f"{name} {version}" for name, version in evidence["software"].items())
+    footer = f"{evidence['machine']}; {versions}; commit {evidence['commit']}; {evidence['date']}"
+    rest = [line for line in (evidence["convention"], *evidence["notes"]) if line]
+    return "\n".join([evidence["title"], *lines, footer, *rest])
+
+
+def machine() -> str:
+    """The device that was measured, in words: "one NVIDIA H200", "2 x NVIDIA H200" or the processor's kind."""
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        name = torch.cuda.get_device_name(0)
+        return f"one {name}" if count == 1 else f"{count} x {name}"
+    return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
+
+
+def software() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def current_commit() -> str:
+    """The short hash of the checkout's commit, with "+" where files differ from it, or "unknown" outside git."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + (
+            "+" if git("status", "--porcelain", "-uno") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
