@@ -97,6 +97,7 @@ def run_notebook(path: Path, timeout: int) -> list[list[dict[str, Any]]]:
         notebook,
         timeout=timeout,
         kernel_name="python3",
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],  # no warning of local TCP on the terminal
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
