@@ -1,0 +1,229 @@
+"""The training step, measured: tokens a second, MFU and peak memory, beside transformers' GptOss of the same sizes.
+
+`gptoss bench step`. Chapters 14 and 17 read its table.
+"""
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gptoss.bench.evidence import make_evidence
+from gptoss.bench.roofline import matmul_rate
+from gptoss.config import ModelConfig, RunConfig, TrainingConfig, load_config
+from gptoss.training.assembly import assemble
+from gptoss.training.distributed import join_world
+from gptoss.training.flops import training_flops_per_token
+
+COLUMNS = {
+    "who": "what was run",
+    "dispatch": "how the experts are run",
+    "attention": "attention backend",
+    "batch": "sequences at once",
+    "seq_len": "tokens of a sequence",
+    "every": "every which block is checkpointed; 0 none",
+    "ms": "median time of a step in ms: forward, backward, clip and AdamW",
+    "tokens_per_s": "trained tokens a second",
+    "mfu": "model FLOPs utilisation of the matmul rate measured in the same run",
+    "peak_gib": "peak memory of the step in GiB",
+    "loss": "loss of the last step",
+    "error": "why there is no number",
+}
+CONVENTION = (
+    "FLOPs a token = 6 x active parameters + attention by visible pairs; recomputation not counted; "
+    "MFU against the bf16 8192^3 matmul rate of the same run"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One row of the table."""
+
+    dispatch: str = "triton_grouped"
+    attention: str = "auto"
+    batch: int = 8
+    every: int = 0
+
+
+PRODUCTION = (
+    Variant(),
+    Variant(every=3),
+    Variant(every=1),
+    Variant(batch=16),
+    Variant(batch=32),
+    Variant(dispatch="grouped_mm"),
+    Variant(attention="flex"),
+    Variant(dispatch="grouped_mm", attention="flex"),
+    Variant(dispatch="stacked"),
+)
+
+
+def measure(
+    variants: tuple[Variant, ...] = PRODUCTION,
+    *,
+    config: str = "pretrain_a100_502m",
+    seq_len: int | None = None,
+    steps: int = 8,
+    baselines: bool = True,
+    command: str = "gptoss bench step",
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """Time training steps of a configuration, one row a variant.
+
+    Args:
+        variants: what to run.
+        config: a packaged configuration.
+        seq_len: tokens of a sequence; the configuration's own unless given.
+        steps: timed steps, after three untimed ones.
+        baselines: also time transformers' GptOss, if it is installed and a GPU is there.
+        command, commit: for the evidence file.
+
+    Returns:
+        The evidence. A variant that fails is a row with the reason.
+    """
+    run = load_config(config)
+    length = seq_len or run.model.max_seq_len
+    peak = matmul_rate() if torch.cuda.is_available() else None
+    rows = []
+    for variant in variants:
+        row: dict[str, Any] = {"who": "gptoss", "seq_len": length, **dataclasses.asdict(variant)}
+        try:
+            row |= _time_variant(run, variant, length, steps, peak)
+        except Exception as error:  # the reason is the row; the other variants still run
+            row["error"] = " ".join(str(error).split())[:200]
+        _release()
+        rows.append(row)
+        print(_line(row), flush=True)
+    if baselines and torch.cuda.is_available():
+        for batch in (8, 16):
+            row = {
+                "who": "transformers GptOss, flex + grouped_mm",
+                "batch": batch,
+                "seq_len": length,
+            }
+            try:
+                row |= _time_transformers(run.model, batch, length, steps, peak)
+            except Exception as error:  # as above
+                row["error"] = " ".join(str(error).split())[:200]
+            _release()
+            rows.append(row)
+            print(_line(row), flush=True)
+    notes = [] if peak is None else [f"bf16 8192^3 matmul in this run: {peak / 1e12:.0f} TFLOP/s"]
+    return make_evidence(
+        "training_step",
+        f"Training step, {config}, T = {length}",
+        COLUMNS,
+        rows,
+        command=command,
+        convention=CONVENTION,
+        notes=notes,
+        commit=commit,
+    )
+
+
+def _time_variant(
+    run: RunConfig, variant: Variant, length: int, steps: int, peak: float | None
+) -> dict[str, Any]:
+    model = dataclasses.replace(
+        run.model, moe_dispatch=variant.dispatch, attention_backend=variant.attention
+    )
+    training = dataclasses.replace(
+        run.training,
+        micro_batch_size=variant.batch,
+        gradient_accumulation_steps=1,
+        grad_checkpoint=variant.every > 0,
+        grad_checkpoint_every=variant.every,
+        compile_mode="default",
+    )
+    with join_world() as world:
+        parts = assemble(RunConfig(model, training, run.data), world)
+        shape = (1, variant.batch, length + 1)
+        tokens = torch.randint(0, model.vocab_size, shape, device=world.device)
+        inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        loss = 0.0
+
+        def step() -> None:
+            nonlocal loss
+            loss = parts.take_step(inputs, targets).wait().loss
+
+        flops = training_flops_per_token(model, parts.model.num_active_parameters(), length)
+        return _time(step, steps, variant.batch * length, flops, peak) | {"loss": round(loss, 3)}
+
+
+def _time_transformers(
+    cfg: ModelConfig, batch: int, length: int, steps: int, peak: float | None
+) -> dict[str, Any]:
+    """What a user would pick instead: top 3 of 8 experts, since GptOss has no shared one."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    theirs = GptOssConfig(
+        vocab_size=cfg.vocab_size,
+        hidden_size=cfg.d_model,
+        intermediate_size=cfg.ffn_dim,
+        num_hidden_layers=cfg.n_layers,
+        num_attention_heads=cfg.n_heads,
+        num_key_value_heads=cfg.n_kv_heads,
+        head_dim=cfg.head_dim,
+        num_local_experts=cfg.n_routed_experts,
+        num_experts_per_tok=cfg.n_activated_experts + cfg.n_shared_experts,
+        sliding_window=cfg.window_size,
+        tie_word_embeddings=cfg.weight_tying,
+        max_position_embeddings=cfg.eval_max_seq_len,
+    )
+    model = GptOssForCausalLM._from_config(
+        theirs, attn_implementation="flex_attention", experts_implementation="grouped_mm"
+    ).cuda()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=TrainingConfig().lr, fused=True)
+    tokens = torch.randint(0, cfg.vocab_size, (batch, length), device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+
+    with torch.device("meta"):
+        from gptoss.model.transformer import GPTOSS
+
+        active = GPTOSS(cfg).num_active_parameters()
+    return _time(step, steps, batch * length, training_flops_per_token(cfg, active, length), peak)
+
+
+def _time(
+    step: Callable[[], None], steps: int, tokens: int, flops: float, peak: float | None
+) -> dict[str, Any]:
+    for _ in range(3):
+        step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()  # waits for its result
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times)
+    row = {"ms": round(seconds * 1e3, 2), "tokens_per_s": round(tokens / seconds)}
+    if peak is not None:
+        row["mfu"] = round(tokens / seconds * flops / peak, 4)
+        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return row
+
+
+def _release() -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _line(row: dict[str, Any]) -> str:
+    return "  ".join(f"{key}={value}" for key, value in row.items())
