@@ -186,7 +186,7 @@ class PasskeyEvaluator:
         seconds: dict[int, float] = {}
         console = Console(stderr=True)
         shown = console.is_terminal if progress is None else progress
-        with Progress(console=console, disable=not shown, transient=True) as bar:
+        with Progress(console=console, disable=not shown) as bar:
             for length in lengths:
                 task = bar.add_task(f"{length:,} tokens", total=n_trials)
                 began = time.perf_counter()
@@ -197,7 +197,7 @@ class PasskeyEvaluator:
                         self.build_prompt(length, depths[i % len(depths)], trial=i) for i in numbers
                     ]
                     with rope_mode(self.model, modes[length]):
-                        trials += self._ask(prompts)
+                        trials += self.ask(prompts)
                     bar.advance(task, len(prompts))
                 seconds[length] = round(time.perf_counter() - began, 3)
         settings = {
@@ -213,8 +213,16 @@ class PasskeyEvaluator:
         }
         return PasskeyResult(trials, settings)
 
-    def _ask(self, prompts: Sequence[PasskeyPrompt]) -> list[Trial]:
-        """Greedy answers to prompts of one length, by the rule at the top of the file."""
+    @torch.no_grad()
+    def ask(self, prompts: Sequence[PasskeyPrompt]) -> list[Trial]:
+        """Greedy answers to prompts of one length, by the rule at the top of the file, in the model's rotary mode.
+
+        Args:
+            prompts: of equal `length`, read as one batch.
+
+        Returns:
+            One trial a prompt.
+        """
         device = next(self.model.parameters()).device
         answers = [torch.tensor(prompt.answer_ids) for prompt in prompts]
         ids = torch.stack(
