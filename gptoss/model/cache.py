@@ -2,8 +2,8 @@
 
 B batch, T new positions of one call, S keys to attend over, K kv heads, D head_dim, W window.
 
-A windowed layer needs the last W keys only, so it keeps them in a ring: position p lies in slot p mod W. A global layer
-keeps every key in a buffer that grows by half whenever it is full, or has its final length from the start.
+A windowed layer needs the last W keys only and keeps them in a ring. A global layer keeps every key in a buffer that
+grows by half whenever it is full, or has its final length from the start.
 """
 
 from typing import cast
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gptoss.config import ModelConfig
 
-GROWTH = 1.5
+from .layer_store import LayerStore
 
 
 def kv_cache_bytes(
@@ -45,34 +45,6 @@ def kv_cache_bytes(
     """
     positions = n_windowed * min(n_tokens, window) + n_global * n_tokens
     return batch_size * positions * 2 * n_kv_heads * head_dim * bytes_per_value
-
-
-class _LayerStore:
-    """One layer's keys and values. `limit` is the most positions it will ever hold, None when unknown."""
-
-    def __init__(self, ring: bool, limit: int | None, empty: Tensor) -> None:
-        self.ring = ring
-        self.limit = limit
-        self.seen = 0  # positions written so far, also those that the ring has overwritten
-        self.k = empty  # (B, K, capacity, D)
-        self.v = empty.clone()
-
-    def reserve(self, length: int) -> None:
-        """Make room for `length` positions, or for the whole ring if that is less."""
-        needed = length if self.limit is None else min(length, self.limit)
-        capacity = self.k.shape[2]
-        if needed <= capacity:
-            return
-        grown = max(needed, int(GROWTH * capacity))
-        if self.limit is not None:
-            grown = min(grown, self.limit)
-        self.k, self.v = self._extended(self.k, grown), self._extended(self.v, grown)
-
-    def _extended(self, old: Tensor, capacity: int) -> Tensor:
-        # A ring wraps only at its full size, so until then slot = position and a plain copy keeps the order.
-        new = old.new_empty(*old.shape[:2], capacity, old.shape[3])
-        new[:, :, : old.shape[2]] = old
-        return new
 
 
 class MixedKVCache:
@@ -136,7 +108,7 @@ class MixedKVCache:
         self.dtype = dtype
         self.device = torch.device("cpu" if device is None else device)
         self.full = full
-        self._layers: list[_LayerStore | None] = [None] * n_layers
+        self._layers: list[LayerStore | None] = [None] * n_layers
 
     @classmethod
     def for_config(
@@ -171,7 +143,7 @@ class MixedKVCache:
         )
         if max_len is not None:
             for layer_idx in range(cfg.n_layers):
-                cache._store(layer_idx, cfg.is_windowed(layer_idx)).reserve(max_len)
+                cache._store(layer_idx, cfg.is_windowed(layer_idx))
         return cache
 
     @classmethod
@@ -236,19 +208,15 @@ class MixedKVCache:
             ValueError: wrong layer, shape, window or kind, or more positions than `max_len`.
         """
         layer = self._checked(layer_idx, k, v, is_windowed, window)
-        before, after = layer.seen, layer.seen + k.shape[2]
-        if layer.ring:
-            old_k, old_v = self._read_ring(layer)
-            self._write(layer, k, v)
-            k_all = torch.cat([old_k, k.to(self.dtype)], dim=2)  # (B, K, min(n, W) + T, D)
+        needs_gradient = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        if layer.window is not None or needs_gradient:
+            old_k, old_v = layer.read()  # before the ring drops any
+            k_all = torch.cat([old_k, k.to(self.dtype)], dim=2)  # (B, K, S, D)
             v_all = torch.cat([old_v, v.to(self.dtype)], dim=2)
-        elif torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            k_all = torch.cat([layer.k[:, :, :before], k.to(self.dtype)], dim=2)
-            v_all = torch.cat([layer.v[:, :, :before], v.to(self.dtype)], dim=2)
-            self._write(layer, k, v)
+            layer.write(k, v)
         else:
-            self._write(layer, k, v)
-            k_all, v_all = layer.k[:, :, :after], layer.v[:, :, :after]  # (B, K, n + T, D)
+            layer.write(k, v)
+            k_all, v_all = layer.read()  # no copy of a long buffer: (B, K, n + T, D)
         return k_all.to(k.dtype), v_all.to(v.dtype)
 
     def append(
@@ -264,7 +232,7 @@ class MixedKVCache:
         Args, Raises: as in `update`. To attend, use `update`: after an append the ring has already dropped keys that
         the first of the new queries may see.
         """
-        self._write(self._checked(layer_idx, k_rot, v, is_windowed, window), k_rot, v)
+        self._checked(layer_idx, k_rot, v, is_windowed, window).write(k_rot, v)
 
     def get(
         self, layer_idx: int, is_windowed: bool
@@ -286,10 +254,9 @@ class MixedKVCache:
         if layer is None:
             empty = self._empty()
             return empty, empty.clone()
-        if layer.ring:
-            return self._read_ring(layer)
-        start = layer.seen - length
-        return layer.k[:, :, start : layer.seen], layer.v[:, :, start : layer.seen]
+        k, v = layer.read()
+        start = k.shape[2] - length  # a full cache holds more of a windowed layer than is asked for
+        return k[:, :, start:], v[:, :, start:]
 
     def seq_len(self, layer_idx: int, is_windowed: bool) -> int:
         """How many positions one layer holds (tokens): min(n, W) when windowed, else n.
@@ -301,7 +268,7 @@ class MixedKVCache:
         layer = self._layers[layer_idx]
         if layer is None:
             return 0
-        if layer.ring and not is_windowed:
+        if layer.window is not None and not is_windowed:
             raise ValueError(_kind_message(layer_idx, self.window))
         return min(layer.seen, self.window) if is_windowed else layer.seen
 
@@ -330,16 +297,17 @@ class MixedKVCache:
         shape = (self.batch_size, self.n_kv_heads, 0, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def _store(self, layer_idx: int, is_windowed: bool) -> _LayerStore:
+    def _store(self, layer_idx: int, is_windowed: bool) -> LayerStore:
         """The layer's store, made on its first use, of the kind that is asked for."""
         layer = self._layers[layer_idx]
         if layer is None:
-            ring = is_windowed and not self.full
-            limit = self.max_len
-            if ring:
-                limit = self.window if limit is None else min(limit, self.window)
-            layer = self._layers[layer_idx] = _LayerStore(ring, limit, self._empty())
-        elif layer.ring and not is_windowed:
+            window = self.window if is_windowed and not self.full else None
+            limits = [limit for limit in (self.max_len, window) if limit is not None]
+            layer = LayerStore(window, min(limits, default=None), self._empty())
+            if self.max_len is not None:
+                layer.reserve(self.max_len)  # at once, so that decoding never reallocates
+            self._layers[layer_idx] = layer
+        elif layer.window is not None and not is_windowed:
             raise ValueError(_kind_message(layer_idx, self.window))
         return layer
 
@@ -351,7 +319,7 @@ class MixedKVCache:
 
     def _checked(
         self, layer_idx: int, k: Tensor, v: Tensor, is_windowed: bool, window: int | None
-    ) -> _LayerStore:
+    ) -> LayerStore:
         """Refuse what does not fit before anything is written."""
         self._check_layer(layer_idx)
         expected = (self.batch_size, self.n_kv_heads, "T", self.head_dim)
@@ -376,30 +344,6 @@ class MixedKVCache:
                 "reset() it or make a longer cache"
             )
         return layer
-
-    def _write(self, layer: _LayerStore, k: Tensor, v: Tensor) -> None:
-        n_new = k.shape[2]
-        # A given maximum length is allocated at once, so that decoding never reallocates.
-        layer.reserve(layer.seen + n_new if self.max_len is None else self.max_len)
-        start, end = layer.seen, layer.seen + n_new
-        k, v = k.detach().to(self.dtype), v.detach().to(self.dtype)
-        if layer.ring:
-            kept = min(n_new, self.window)  # of a long chunk, only its end stays
-            slots = torch.arange(end - kept, end, device=self.device) % self.window  # (kept,)
-            layer.k.index_copy_(2, slots, k[:, :, n_new - kept :])
-            layer.v.index_copy_(2, slots, v[:, :, n_new - kept :])
-        else:
-            layer.k[:, :, start:end] = k
-            layer.v[:, :, start:end] = v
-        layer.seen = end
-
-    def _read_ring(self, layer: _LayerStore) -> tuple[Tensor, Tensor]:
-        """A copy of the ring, oldest position first."""
-        if layer.seen <= self.window:
-            return layer.k[:, :, : layer.seen].clone(), layer.v[:, :, : layer.seen].clone()
-        positions = torch.arange(layer.seen - self.window, layer.seen, device=self.device)
-        slots = positions % self.window  # (W,)
-        return layer.k.index_select(2, slots), layer.v.index_select(2, slots)
 
 
 def _kind_message(layer_idx: int, window: int) -> str:
