@@ -34,7 +34,12 @@ NOTEBOOK_FOLDERS = ("chapters", "exercises")
 
 # A notebook whose code contains the word depends on these files.
 DEPENDENCIES = {
-    "gptoss": ("gptoss/**/*.py", "gptoss/**/*.yaml", "gptoss/**/*.mplstyle", "gptoss/pretrained/**/*"),
+    "gptoss": (
+        "gptoss/**/*.py",
+        "gptoss/**/*.yaml",
+        "gptoss/**/*.mplstyle",
+        "gptoss/pretrained/**/*",
+    ),
     "checks": ("exercises/checks/**/*.py", "gptoss/**/*.py"),
     "evidence": ("book/evidence/*.json", "gptoss/**/*.py"),
 }
@@ -97,7 +102,9 @@ def run_notebook(path: Path, timeout: int) -> list[list[dict[str, Any]]]:
         notebook,
         timeout=timeout,
         kernel_name="python3",
-        extra_arguments=["--IPKernelApp.log_level=ERROR"],  # no warning of local TCP on the terminal
+        extra_arguments=[
+            "--IPKernelApp.log_level=ERROR"
+        ],  # no warning of local TCP on the terminal
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
@@ -162,7 +169,11 @@ def run_stale_notebooks(
                 logger.warning("did not run to its end: %s", error, location=docname)
                 continue
             logger.info(" %.0f s", time.perf_counter() - start)
-            record = {"key": notebook_key(notebook, root), "stored": stored_hash(notebook), "outputs": outputs}
+            record = {
+                "key": notebook_key(notebook, root),
+                "stored": stored_hash(notebook),
+                "outputs": outputs,
+            }
             write_record(name, record, root)
         now[docname] = json.dumps([record["key"], record["stored"], record["outputs"] is None])
     env.shown_outputs = now  # type: ignore[attr-defined]  # kept with Sphinx's environment between builds
@@ -189,9 +200,13 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Check the outputs that the notebooks store in git.")
+    parser = argparse.ArgumentParser(
+        description="Check the outputs that the notebooks store in git."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    checking = commands.add_parser("check", help="run notebooks under nbval and remember which were right")
+    checking = commands.add_parser(
+        "check", help="run notebooks under nbval and remember which were right"
+    )
     checking.add_argument("notebooks", nargs="*", help="paths from the root; all when left out")
     return check(parser.parse_args().notebooks)
 

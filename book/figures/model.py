@@ -11,7 +11,9 @@ WIDTH, HEIGHT = 940, 492
 FONT = "font-family='system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif'"
 
 
-def box(x: float, y: float, w: float, h: float, fill: str, edge: str, width: float = 1.5, dash: str = "") -> str:
+def box(
+    x: float, y: float, w: float, h: float, fill: str, edge: str, width: float = 1.5, dash: str = ""
+) -> str:
     dashed = f" stroke-dasharray='{dash}'" if dash else ""
     return (
         f"<rect x='{x}' y='{y}' width='{w}' height='{h}' rx='6' fill='{fill}' stroke='{edge}' "
@@ -20,7 +22,13 @@ def box(x: float, y: float, w: float, h: float, fill: str, edge: str, width: flo
 
 
 def words(
-    x: float, y: float, text: str, size: float = 14, color: str = INK, weight: int = 400, anchor: str = "middle"
+    x: float,
+    y: float,
+    text: str,
+    size: float = 14,
+    color: str = INK,
+    weight: int = 400,
+    anchor: str = "middle",
 ) -> str:
     return (
         f"<text x='{x}' y='{y}' font-size='{size}' fill='{color}' font-weight='{weight}' "
@@ -45,7 +53,18 @@ def stack() -> list[str]:
     for layer in range(12):
         kind = "windowed" if layer % 2 == 0 else "global"
         y = 404 - layer * 26.5
-        parts.append(box(left, y, width, 21, tint(kind), COLORS[kind], 1.5, "5 3" if kind == "windowed" else ""))
+        parts.append(
+            box(
+                left,
+                y,
+                width,
+                21,
+                tint(kind),
+                COLORS[kind],
+                1.5,
+                "5 3" if kind == "windowed" else "",
+            )
+        )
         label = "last 128 tokens" if kind == "windowed" else "the whole past"
         parts.append(words(middle, y + 15, f"{layer} · {kind}: {label}", 11))
     parts.append(arrow("134,440 134,428"))
@@ -84,7 +103,9 @@ def attention() -> list[str]:
     # softmax with a sink
     heights = [18, 34, 12, 52, 26, 40]
     for index, height in enumerate(heights):
-        parts.append(box(316 + index * 26, 236 - height, 20, height, tint("keys", 0.45), COLORS["keys"]))
+        parts.append(
+            box(316 + index * 26, 236 - height, 20, height, tint("keys", 0.45), COLORS["keys"])
+        )
     parts.append(box(480, 192, 20, 44, tint("sink", 0.5), COLORS["sink"], 1.8))
     parts.append(f"<line x1='308' y1='236' x2='556' y2='236' stroke='{INK}' stroke-width='1.3'/>")
     parts.append(words(392, 253, "softmax over the keys", 12.5))
@@ -114,7 +135,17 @@ def experts() -> list[str]:
     for expert in range(8):
         x = 630 + expert * 24
         on = expert in chosen
-        parts.append(box(x, 214, 20, 100, tint("routed", 0.5) if on else CARD, COLORS["routed"], 2 if on else 1))
+        parts.append(
+            box(
+                x,
+                214,
+                20,
+                100,
+                tint("routed", 0.5) if on else CARD,
+                COLORS["routed"],
+                2 if on else 1,
+            )
+        )
         parts.append(words(x + 10, 269, str(expert), 13, INK if on else QUIET, 600 if on else 400))
         if on:
             parts.append(arrow(f"727,360 {x + 10},318"))
