@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from gptoss.model.cache import MixedKVCache
 
-from .prompts import PromptBatch, Prompts, batch_prompts
-from .rope_mode import choose_rope_mode, rope_mode
-from .sampling import check_sampling, forbid, sample_next
+from .prefill import prefill
+from .prompts import Prompts
+from .request import Request, check_request
+from .rope_mode import rope_mode
+from .sampling import forbid, sample_next
 from .text import TextStream, Tokenizer
 
 
@@ -55,25 +57,6 @@ class GenerationResult:
         """New tokens of all rows a second, the first of each row and the prefill left out; 0 if there are none."""
         decoded = sum(max(0, len(row) - 1) for row in self.new_tokens)
         return decoded / self.decode_seconds if self.decode_seconds > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A request that has been checked."""
-
-    batch: PromptBatch
-    max_new_tokens: int
-    min_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float
-    use_cache: bool
-    stop_ids: Int[Tensor, "n"]
-    generator: torch.Generator | None
-    mode: str
-    prefill_chunk: int
-    pad_id: int
-    tokenizer: Tokenizer | None
 
 
 def stream(
@@ -119,11 +102,11 @@ def stream(
 
     Raises:
         ValueError: an empty prompt, an id outside the vocabulary, a setting outside its range, or more tokens than
-            eval_max_seq_len.
+            eval_max_seq_len; later, from the iterator, if the model's logits are NaN.
 
     Source: chapter 15.
     """
-    plan = _checked_plan(
+    request = check_request(
         model,
         input_ids,
         max_new_tokens,
@@ -140,7 +123,7 @@ def stream(
         pad_id=pad_id,
         tokenizer=tokenizer,
     )
-    return _steps(model, plan)
+    return _steps(model, request)
 
 
 def generate(
@@ -205,169 +188,69 @@ def generate_with_result(
 
     Source: chapter 15.
     """
-    plan = _checked_plan(model, input_ids, max_new_tokens, **settings)
-    ids = plan.batch.ids
+    request = check_request(model, input_ids, max_new_tokens, **settings)
+    ids = request.batch.ids
     B = ids.shape[0]
     new_tokens: list[list[int]] = [[] for _ in range(B)]
     texts = [""] * B
     columns = []
     seconds = []
-    for step in _steps(model, plan):
+    for step in _steps(model, request):
         for row, token in enumerate(step.tokens):
             if token is not None:
                 new_tokens[row].append(token)
         texts = [old + new for old, new in zip(texts, step.texts, strict=False)] or texts
-        columns.append([plan.pad_id if token is None else token for token in step.tokens])
+        columns.append([request.pad_id if token is None else token for token in step.tokens])
         seconds.append(step.seconds)
         if on_token is not None:
             on_token(step)
     if columns:
         new = torch.tensor(columns, dtype=torch.long, device=ids.device).T  # (B, n)
         ids = torch.cat([ids, new], dim=1)
-    return GenerationResult(ids, new_tokens, texts, plan.mode, sum(seconds[:1]), sum(seconds[1:]))
-
-
-@torch.no_grad()
-def prefill(
-    model: nn.Module,
-    ids: Int[Tensor, "B T"],
-    cache: MixedKVCache,
-    *,
-    key_start: Int[Tensor, "B"] | None = None,
-    chunk_size: int = 4096,
-) -> Float[Tensor, "B V"]:
-    """Read tokens into the cache chunk by chunk and return the logits after the last one.
-
-    Only one chunk's activations exist at a time and no logits but the last ones, so that memory beside the cache does
-    not grow with T.
-
-    Args:
-        model: a GPTOSS, already in the rotary mode that is wanted.
-        ids: (B, T) token ids, T ≥ 1.
-        cache: takes the keys and values; may hold earlier ones.
-        key_start: (B,) padding tokens of each row, or None.
-        chunk_size: tokens read at once.
-
-    Returns:
-        (B, V) logits of the next token.
-
-    Raises:
-        ValueError: chunk_size < 1.
-
-    Source: chapter 15.
-    """
-    if chunk_size < 1:
-        raise ValueError(f"prefill_chunk must be at least 1, got {chunk_size}")
-    for chunk in ids.split(chunk_size, dim=1):
-        logits, _ = model(chunk, cache=cache, key_start=key_start, last_only=True)
-    return logits[:, -1]  # (B, 1, V) -> (B, V)
-
-
-def _checked_plan(
-    model: nn.Module,
-    input_ids: Prompts,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    use_cache: bool = True,
-    top_k: int | None = None,
-    min_new_tokens: int = 0,
-    stop_ids: Sequence[int] = (),
-    seed: int | None = None,
-    rope: str = "auto",
-    prefill_chunk: int = 4096,
-    key_start: Int[Tensor, "B"] | Sequence[int] | None = None,
-    pad_id: int = 0,
-    tokenizer: Tokenizer | None = None,
-) -> _Plan:
-    """Refuse what cannot be done before any work starts."""
-    gptoss: Any = model  # nn.Module types every attribute as a tensor or a module
-    cfg = gptoss.cfg
-    device = next(model.parameters()).device
-    check_sampling(temperature, top_k, top_p)
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
-    if not 0 <= min_new_tokens <= max_new_tokens:
-        raise ValueError(
-            f"min_new_tokens must lie in [0, max_new_tokens = {max_new_tokens}], got {min_new_tokens}"
-        )
-    if prefill_chunk < 1:
-        raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
-    for name, ids in (("stop_ids", stop_ids), ("pad_id", (pad_id,))):
-        if not all(0 <= token < cfg.vocab_size for token in ids):
-            raise ValueError(
-                f"{name} {tuple(ids)}: expected ids in the vocabulary [0, {cfg.vocab_size})"
-            )
-    if min_new_tokens and len(set(stop_ids)) == cfg.vocab_size:
-        raise ValueError(
-            "every id is a stop id, so min_new_tokens cannot be reached; leave one out"
-        )
-    batch = batch_prompts(
-        input_ids,
-        vocab_size=cfg.vocab_size,
-        tokenizer=tokenizer,
-        key_start=key_start,
-        pad_id=pad_id,
-        device=device,
-    )
-    total = batch.ids.shape[1] + max_new_tokens
-    if total > cfg.eval_max_seq_len:
-        raise ValueError(
-            f"{batch.ids.shape[1]} prompt tokens + {max_new_tokens} new ones = {total} exceed eval_max_seq_len = "
-            f"{cfg.eval_max_seq_len}; shorten the prompt or ask for fewer"
-        )
-    return _Plan(
-        batch=batch,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        use_cache=use_cache,
-        stop_ids=torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=device),
-        generator=None if seed is None else torch.Generator(device).manual_seed(seed),
-        mode=choose_rope_mode(rope, gptoss.rope_mode, total, cfg.yarn_original_max_seq_len),
-        prefill_chunk=prefill_chunk,
-        pad_id=pad_id,
-        tokenizer=tokenizer,
+    return GenerationResult(
+        ids, new_tokens, texts, request.mode, sum(seconds[:1]), sum(seconds[1:])
     )
 
 
-def _steps(model: nn.Module, plan: _Plan) -> Iterator[Step]:
+def _steps(model: nn.Module, request: Request) -> Iterator[Step]:
     """The loop. Nothing of it stays switched on in the model while the caller holds a step."""
-    ids, key_start = plan.batch.ids, plan.batch.key_start
+    ids, key_start = request.batch.ids, request.batch.key_start
     B, T = ids.shape
-    stop_ids = set(plan.stop_ids.tolist())
+    stop_ids = set(request.stop_ids.tolist())
     alive = [True] * B
-    writers = [] if plan.tokenizer is None else [TextStream(plan.tokenizer) for _ in range(B)]
+    writers = [] if request.tokenizer is None else [TextStream(request.tokenizer) for _ in range(B)]
     cache = None
-    for index in range(plan.max_new_tokens):
+    for index in range(request.max_new_tokens):
         began = time.perf_counter()
-        with torch.no_grad(), rope_mode(model, plan.mode):
-            if not plan.use_cache:
+        with torch.no_grad(), rope_mode(model, request.mode):
+            if not request.use_cache:
                 logits, _ = model(ids, key_start=key_start, last_only=True)
                 logits = logits[:, -1]  # (B, 1, V) -> (B, V)
             elif cache is None:
-                cache = MixedKVCache.for_model(model, B, max_len=T + plan.max_new_tokens)
+                cache = MixedKVCache.for_model(model, B, max_len=T + request.max_new_tokens)
                 logits = prefill(
-                    model, ids, cache, key_start=key_start, chunk_size=plan.prefill_chunk
+                    model, ids, cache, key_start=key_start, chunk_size=request.prefill_chunk
                 )
             else:
                 logits = prefill(model, ids[:, -1:], cache, key_start=key_start)
-            if index < plan.min_new_tokens:
-                logits = forbid(logits, plan.stop_ids)
+            if bool(logits.isnan().any()):
+                raise ValueError(
+                    f"the model's logits are NaN at new token {index}; look for NaN in its weights or lower precision"
+                )
+            if index < request.min_new_tokens:
+                logits = forbid(logits, request.stop_ids)
             drawn = sample_next(
-                logits, plan.temperature, plan.top_k, plan.top_p, plan.generator
+                logits, request.temperature, request.top_k, request.top_p, request.generator
             ).tolist()  # also waits for the device, so the time below is the step's
         tokens = [token if live else None for token, live in zip(drawn, alive, strict=True)]
-        column = [plan.pad_id if token is None else token for token in tokens]
+        column = [request.pad_id if token is None else token for token in tokens]
         new = torch.tensor(column, dtype=torch.long, device=ids.device)[:, None]  # (B, 1)
         # A cached step needs the last token only; the uncached one the whole sequence.
-        ids = new if plan.use_cache else torch.cat([ids, new], dim=1)
+        ids = new if request.use_cache else torch.cat([ids, new], dim=1)
         seconds = time.perf_counter() - began
 
         alive = [token is not None and token not in stop_ids for token in tokens]
-        done = not any(alive) or index == plan.max_new_tokens - 1
+        done = not any(alive) or index == request.max_new_tokens - 1
         texts = []
         for row, writer in enumerate(writers):
             token = tokens[row]

@@ -25,8 +25,8 @@ from gptoss.data.retrieval import KEY_DIGITS
 from gptoss.model.cache import MixedKVCache
 
 from .accuracy import PasskeyResult, Trial
-from .generate import prefill
 from .passkey_prompt import PasskeyPrompt, build_passkey_prompt
+from .prefill import prefill
 from .rope_mode import choose_rope_mode, rope_mode
 from .text import Tokenizer
 

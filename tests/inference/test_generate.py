@@ -284,6 +284,15 @@ def test_what_cannot_be_done_is_refused_before_any_work(make_model, ids, kwargs,
     assert "\n" not in str(error.value)
 
 
+def test_a_poisoned_model_is_named_and_does_not_babble(make_model):
+    model = make_model()
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    for temperature in (0, 1.0):
+        with pytest.raises(ValueError, match="logits are NaN at new token 0"):
+            generate(model, prompt(3), 2, temperature)
+
+
 def test_an_empty_text_is_an_empty_prompt(make_model, plain_tokenizer):
     with pytest.raises(ValueError, match="empty prompt"):
         generate(make_model(), ["a", ""], 5, tokenizer=plain_tokenizer)
