@@ -111,6 +111,17 @@ def test_check_records_a_notebook_only_when_nbval_agrees(root, stored, code):
     assert (notebook_outputs.fresh_record("chapters/01_a.ipynb", made, root) is None) == bool(code)
 
 
+def test_a_notebook_whose_needs_are_missing_is_not_run(root, capsys):
+    made = notebook("import no_such_module", outputs=["stored\n"])
+    made["metadata"]["needs"] = ["json", "no_such_module"]
+    assert notebook_outputs.missing_modules(made) == ["no_such_module"]
+    (root / "chapters").mkdir()
+    (root / "chapters" / "01_a.ipynb").write_text(json.dumps(made))
+    assert notebook_outputs.check([], root) == 0
+    assert "chapters/01_a.ipynb needs no_such_module" in capsys.readouterr().out
+    assert notebook_outputs.fresh_record("chapters/01_a.ipynb", made, root) is None
+
+
 def build(root: Path) -> tuple[str, str]:
     """Build the site in `root` as jupyter-book would; returns what it logged and its warnings."""
     status, warning = io.StringIO(), io.StringIO()
