@@ -7,6 +7,7 @@ import glob
 import hashlib
 import importlib.util
 import json
+import os
 import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,31 +18,19 @@ from typing import Any, Protocol
 
 from gptoss.data.documents import Document, FileReader, HuggingFaceReader
 
-SKIPPED_FOLDERS = frozenset(
+BUILT_FOLDERS = frozenset({"__pycache__", "node_modules"})
+SKIPPED_FOLDERS = BUILT_FOLDERS | frozenset(
     {
-        *("test", "tests", "idle_test", "testing", "__pycache__", "site-packages", "dist-packages"),
-        *("lib2to3", "idlelib", "turtledemo", "ensurepip", "node_modules"),
+        *("test", "tests", "idle_test", "testing", "site-packages", "dist-packages"),
+        *("lib2to3", "idlelib", "turtledemo", "ensurepip"),
     }
 )
 TEXT_SUFFIXES = frozenset(
     {
         *(".txt", ".md", ".rst", ".tex", ".org", ".html", ".xml", ".csv", ".json", ".yaml", ".yml"),
-        *(
-            ".toml",
-            ".py",
-            ".pyi",
-            ".ipynb",
-            ".c",
-            ".h",
-            ".cc",
-            ".cpp",
-            ".hpp",
-            ".cu",
-            ".cuh",
-            ".rs",
-        ),
-        *(".go", ".java", ".kt", ".scala", ".js", ".ts", ".tsx", ".jsx", ".css", ".rb", ".php"),
-        *(".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".sh", ".sql", ".swift", ".zig"),
+        *(".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go"),
+        *(".java", ".kt", ".scala", ".js", ".ts", ".tsx", ".jsx", ".css", ".rb", ".php", ".pl"),
+        *(".lua", ".r", ".jl", ".hs", ".ml", ".sh", ".sql", ".swift", ".zig"),
         *(".jsonl", ".ndjson", ".parquet"),
     }
 )
@@ -185,12 +174,11 @@ def _listed_files(source: str) -> list[tuple[str, Path]]:
     if path.is_file():
         return [(path.name, path)]
     if path.is_dir():
-        found = [
-            file
-            for file in path.rglob("*")
-            if file.suffix.lower() in TEXT_SUFFIXES and file.is_file() and not _hidden(file, path)
+        return [
+            (name, file)
+            for name, file in _walk(path, skip=lambda folder: folder in BUILT_FOLDERS)
+            if file.suffix.lower() in TEXT_SUFFIXES
         ]
-        return sorted((file.relative_to(path).as_posix(), file) for file in found)
     if glob.has_magic(source):
         matches = glob.glob(str(path), recursive=True)
         return sorted((Path(m).as_posix(), Path(m)) for m in matches if Path(m).is_file())
@@ -200,17 +188,18 @@ def _listed_files(source: str) -> list[tuple[str, Path]]:
 
 
 def _python_files(root: Path) -> list[tuple[str, Path]]:
+    files = _walk(root, skip=lambda folder: folder in SKIPPED_FOLDERS)
+    return [(name, path) for name, path in files if path.suffix == ".py"]
+
+
+def _walk(root: Path, skip: Callable[[str], bool]) -> list[tuple[str, Path]]:
+    """(name, path) of the files under a folder by name, without hidden and skipped folders, which are not entered."""
     found = []
-    for path in root.rglob("*.py"):
-        name = path.relative_to(root)
-        if not SKIPPED_FOLDERS.intersection(name.parts[:-1]) and path.is_file():
-            found.append((name.as_posix(), path))
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and not skip(name)]
+        paths = (Path(folder, file) for file in files if not file.startswith("."))
+        found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     return sorted(found)
-
-
-def _hidden(file: Path, root: Path) -> bool:
-    parts = file.relative_to(root).parts
-    return any(part.startswith(".") or part in ("__pycache__", "node_modules") for part in parts)
 
 
 def _digest(value: Any) -> str:
