@@ -1,0 +1,150 @@
+"""Memory as it is: what autograd keeps, and the largest number of bytes alive in a step (chapter 11)."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gptoss.config import ModelConfig, RunConfig, TrainingConfig
+from gptoss.training.assembly import assemble
+from gptoss.training.distributed import World
+
+Result = TypeVar("Result")
+
+
+class _Held:
+    """What autograd is given in place of a tensor, so that one can see when it lets go."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def kept_for_backward(
+    forward: Callable[[], Result], exclude: Iterable[Tensor] = ()
+) -> tuple[Result, dict[int, int]]:
+    """Run a forward pass and see which memory still waits for its backward pass.
+
+    Views of one storage count once, and a storage counts whole, however little of it is looked at.
+
+    Args:
+        forward: the computation.
+        exclude: tensors that exist anyway, such as the parameters.
+
+    Returns:
+        (the result of `forward`, bytes of each storage by its identity).
+    """
+    alive: weakref.WeakSet[_Held] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> _Held:
+        held = _Held(tensor)
+        alive.add(held)
+        return held
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+        result = forward()
+    known = {tensor.untyped_storage()._cdata for tensor in exclude}
+    storages = (held.tensor.untyped_storage() for held in alive)
+    return result, {s._cdata: s.nbytes() for s in storages if s._cdata not in known}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follow every storage that operations make, on any device, and remember the most bytes alive in each phase.
+
+    What an operation uses and gives back inside itself is not seen, nor what an allocator rounds up.
+
+    Args:
+        existing: tensors that are there already, such as parameters and the optimiser's state.
+    """
+
+    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.now = 0
+        self.phase = "start"
+        self.peaks: dict[str, int] = {}
+        for tensor in existing:
+            self._follow(tensor)
+
+    def enter(self, phase: str) -> None:
+        """Count what follows under another name."""
+        self.phase = phase
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive in any phase."""
+        return max(self.peaks.values(), default=self.now)
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        identity = storage._cdata
+        if identity in self._sizes:
+            return
+        self._sizes[identity] = storage.nbytes()
+        self.now += storage.nbytes()
+        weakref.finalize(storage, self._forget, identity)
+
+    def _forget(self, identity: int) -> None:
+        self.now -= self._sizes.pop(identity, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf)
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.now)
+        return result
+
+
+def measure_training_peak(
+    config: ModelConfig,
+    *,
+    batch: int,
+    seq_len: int,
+    every: int = 0,
+    loss_chunk: int = 4096,
+    compiled: bool = True,
+    accumulation: int = 1,
+    steps: int = 3,
+) -> int:
+    """Train a few steps on random tokens on the current GPU and return the most bytes that were allocated at once.
+
+    Weights are fp32, activations follow `config.dtype`; clip and AdamW as in the trainer. The first steps, which
+    compile and tune and make the optimiser's state, are not counted.
+
+    Args:
+        config: the architecture, with dispatch and attention backend.
+        batch, seq_len: sequences of a micro-batch and their tokens.
+        every: gradient checkpointing; 0 is off.
+        loss_chunk: tokens whose logits exist at once.
+        compiled: run blocks through torch.compile.
+        accumulation: micro-batches of a step.
+        steps: how many are taken; the last one is measured.
+
+    Returns:
+        Bytes, as `torch.cuda.max_memory_allocated` counts them: the context and the allocator's reserve are not in it.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("measure_training_peak needs a GPU; on a CPU see LiveBytes")
+    device = torch.device("cuda", torch.cuda.current_device())
+    training = TrainingConfig(
+        micro_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        grad_checkpoint=every > 0,
+        grad_checkpoint_every=every,
+        loss_chunk_size=loss_chunk,
+        compile=compiled,
+    )
+    built = assemble(RunConfig(config, training), World(device))
+    tokens = torch.randint(config.vocab_size, (accumulation, batch, seq_len + 1), device=device)
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        built.take_step(tokens[:, :, :-1], tokens[:, :, 1:]).wait()
+    return torch.cuda.max_memory_allocated()
