@@ -9,6 +9,7 @@ Shapes: B batch, T queries, S keys, H query heads, K kv heads, D head_dim.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -31,12 +32,12 @@ def triton_attention(
 
     Args:
         q: queries, the last T of the S positions; bf16, fp16 or fp32. Any strides; a copy is made only when a row
-            of head_dim values is not contiguous.
+            of head_dim values is not contiguous or not aligned to 16 bytes.
         k, v: keys and values in q's dtype; query head h reads kv head h // (H/K).
         window: W in tokens, the query itself included; None for all earlier keys.
         sink_bias: b, one logit a query head, used as given; None for no sink.
         scale: positive factor on the scores; 1/√D unless given.
-        key_start: keys before this index are padding, one number a row; they are not read. A query that sees no
+        key_start: keys before this index are padding, one number a row, whatever they hold. A query that sees no
             key gets zeros.
 
     Returns:
@@ -53,7 +54,10 @@ def triton_attention(
     _check(q, k, v, window, sink_bias, scale, key_start)
     if window is not None and window >= k.shape[2]:
         window = None  # it hides nothing
-    return _attention(q, k, v, sink_bias, key_start, window, scale)[0]
+    D = q.shape[-1]
+    if D % 8:  # a row's bytes must be a multiple of 16; zeros in the products change nothing
+        q, k, v = (F.pad(t, (0, -D % 8)) for t in (q, k, v))
+    return _attention(q, k, v, sink_bias, key_start, window, scale)[0][..., :D]
 
 
 @torch.library.custom_op("gptoss::attention", mutates_args=())
@@ -82,8 +86,7 @@ def _(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    B, H, T, D = q.shape
-    return q.new_empty((B, T, H, D)).transpose(1, 2), q.new_empty((B, H, T), dtype=torch.float32)
+    return _stored_by_row(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("gptoss::attention_backward", mutates_args=())
@@ -120,7 +123,13 @@ def _(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsink
+    return _stored_by_row(q), _stored_by_row(k), _stored_by_row(v), dsink
+
+
+def _stored_by_row(tensor: Tensor) -> Tensor:
+    """What the operators return: (B, heads, n, D), stored as (B, n, heads, D)."""
+    B, heads, n, D = tensor.shape
+    return tensor.new_empty((B, n, heads, D)).transpose(1, 2)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

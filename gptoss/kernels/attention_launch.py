@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gptoss.kernels.attention_backward import key_gradient_kernel, query_gradient_kernel
 from gptoss.kernels.attention_forward import LOG2_E, attention_forward_kernel
@@ -38,7 +39,8 @@ def choose_plan(
     """The tiles for a shape and a device: measured on an H200, cut down where shared memory is small."""
     if device.type != "cuda":
         return Plan(*[Tile(16, 16, 4, 1, one_run=window is not None and window <= 16)] * 3)
-    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # the stub lacks it
     if dtype == torch.float32 or head_dim > 128 or shared_memory < 160 * 1024:
         stages = 1 if shared_memory < 96 * 1024 else 2
         return Plan(*[Tile(32, 32, 4, stages)] * 3)
@@ -64,25 +66,19 @@ def launch_forward(
     """out (B, H, T, D), stored as (B, T, H, D), and lse (B, H, T) in fp32."""
     _check_device(attention_forward_kernel, q)
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    q, k, v = map(_rows_in_place, (q, k, v))
-    out = q.new_empty((B, T, H, D)).transpose(1, 2)
+    out = empty_rows(q)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
-    width, rest = head_dim_pieces(D)
     with torch.cuda.device_of(q):
         attention_forward_kernel[(triton.cdiv(T, tile.queries) * B * H,)](
-            *(q, k, v, out, lse, sink, key_start),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
+            *_describe(tile.queries, q),
+            *_describe(tile.keys, k, v),
+            *_describe(tile.queries, out),
+            *(lse, sink, key_start),
             *(H, H // K, T, S, window or 0, scale * LOG2_E.value),
-            D=D,
-            WIDTH=width,
-            REST=rest,
-            **_tile_arguments(tile),
-            WINDOWED=window is not None,
             HAS_SINK=sink is not None,
-            HAS_KEY_START=key_start is not None,
-            PRECISION="ieee",
+            **_constants(D, window, key_start, tile),
         )
     return out, lse
 
@@ -100,61 +96,92 @@ def launch_backward(
     scale: float,
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsink); dsink is None without a sink."""
+    """(dq, dk, dv, dsink), the first three stored as (B, n, heads, D); dsink is None without a sink."""
     _check_device(query_gradient_kernel, q)
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    do, q, k, v, out = map(_rows_in_place, (do, q, k, v, out))
-    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    dq, dk, dv = map(empty_rows, (q, k, v))
     if lse.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), None if sink is None else torch.zeros_like(sink)
-    width, rest = head_dim_pieces(D)
     delta = torch.empty_like(lse)
-    blocks = triton.cdiv(T, plan.query_gradient.queries)
+    tile = plan.query_gradient
+    blocks = triton.cdiv(T, tile.queries)
     dsink_parts = None if sink is None else lse.new_empty((B, H, blocks))
-    common = dict(
-        D=D,
-        WIDTH=width,
-        REST=rest,
-        WINDOWED=window is not None,
-        HAS_KEY_START=key_start is not None,
-        PRECISION="ieee",
-    )
     sizes = (H, H // K, T, S, window or 0, scale, scale * LOG2_E.value)
-    inputs = (*do.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     with torch.cuda.device_of(q):
         query_gradient_kernel[(B * H * blocks,)](
-            *(do, q, k, v, out, lse, sink, key_start, dq, delta, dsink_parts),
-            *(*inputs, *out.stride()[:3], *dq.stride()[:3]),
+            *_describe(tile.queries, do, q),
+            *_describe(tile.keys, k, v),
+            *_describe(tile.queries, out, dq),
+            *(lse, delta, sink, dsink_parts, key_start),
             *sizes,
             HAS_SINK=sink is not None,
-            **common,
-            **_tile_arguments(plan.query_gradient),
+            **_constants(D, window, key_start, tile),
         )
-        key_gradient_kernel[(B * K * triton.cdiv(S, plan.key_gradient.keys),)](
-            *(do, q, k, v, lse, delta, key_start, dk, dv),
-            *(*inputs, *dk.stride()[:3], *dv.stride()[:3]),
+        tile = plan.key_gradient
+        key_gradient_kernel[(B * K * triton.cdiv(S, tile.keys),)](
+            *_describe(tile.queries, do, q),
+            *_describe(tile.keys, k, v, dk, dv),
+            *(lse, delta, key_start),
             *sizes,
-            **common,
-            **_tile_arguments(plan.key_gradient),
+            **_constants(D, window, key_start, tile),
         )
     if sink is None or dsink_parts is None:
         return dq, dk, dv, None
     return dq, dk, dv, dsink_parts.sum((0, 2)).to(sink.dtype)
 
 
-def _tile_arguments(tile: Tile) -> dict[str, int | bool]:
+def empty_rows(tensor: Tensor) -> Tensor:
+    """An empty (B, heads, n, D) tensor of the same shape and dtype, stored as the projections store it: (B, n, heads, D)."""
+    B, heads, n, D = tensor.shape
+    return tensor.new_empty((B, n, heads, D)).transpose(1, 2)
+
+
+def _describe(rows: int, *tensors: Tensor) -> list[TensorDescriptor | None]:
+    """For each (B, heads, n, D) tensor two descriptors, of `rows` times the first and the other columns of head_dim."""
+    descriptors: list[TensorDescriptor | None] = []
+    for tensor in tensors:
+        shape, strides = list(tensor.shape), _readable_strides(tensor)
+        if strides is None:
+            tensor = tensor.contiguous()
+            strides = list(tensor.stride())
+        for columns in head_dim_pieces(shape[-1]):
+            descriptors.append(
+                TensorDescriptor(tensor, shape, strides, [1, 1, rows, columns]) if columns else None
+            )
+    return descriptors
+
+
+def _readable_strides(tensor: Tensor) -> list[int] | None:
+    """The strides if descriptors can express them, else None: rows contiguous, every step a multiple of 16 bytes."""
+    aligned = 16 // tensor.element_size()
+    if tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
+        return None
+    strides = []
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if size == 1:
+            stride = tensor.shape[-1]  # never stepped; torch leaves anything there
+        if stride <= 0 or stride % aligned:
+            return None
+        strides.append(stride)
+    return [*strides, 1]
+
+
+def _constants(
+    head_dim: int, window: int | None, key_start: Tensor | None, tile: Tile
+) -> dict[str, int | bool | str]:
+    width, rest = head_dim_pieces(head_dim)
     return dict(
+        WIDTH=width,
+        REST=rest,
         QUERIES=tile.queries,
         KEYS=tile.keys,
+        WINDOWED=window is not None,
         ONE_RUN=tile.one_run,
+        HAS_KEY_START=key_start is not None,
+        PRECISION="ieee",
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-
-
-def _rows_in_place(tensor: Tensor) -> Tensor:
-    """The tensor itself when its rows are contiguous in memory; a copy when they are not."""
-    return tensor if tensor.stride(-1) == 1 and tensor.stride(-2) < 2**23 else tensor.contiguous()
 
 
 def _check_device(kernel: object, tensor: Tensor) -> None:

@@ -1,9 +1,11 @@
 """What the attention kernels share on the device: rows of head_dim in two pieces, and who sees whom.
 
 **head_dim 96 is 64 + 32.** Triton's tiles have power-of-two sides. Padding 96 to 128 multiplies a third more numbers and
-holds a third more of them; two pieces multiply exactly 96 columns and cost one more instruction a tile. A matrix of
-(rows, D) is therefore a tuple of one tile (D a power of two) or two, WIDTH and REST columns wide. Only a D that is not
-the sum of two powers of two is padded.
+holds a third more of them; two pieces multiply exactly 96 columns and cost one more instruction a tile. So a tensor
+(B, heads, rows, D) is handed to a kernel as a pair of descriptors, of tiles WIDTH and REST columns wide, and a loaded
+block of its rows is a tuple of one or two tiles. Columns past D (head_dims that are no sum of two powers of two) and
+rows past the end read as zeros and are not written: the descriptor knows the tensor's bounds and strides. On Hopper the
+tensor memory accelerator does that arithmetic, which frees a third of the registers; elsewhere Triton writes it out.
 
 **Visibility.** Query row i of T stands at position S - T + i; it sees key j when 0 <= position - j < window and
 j >= first_key. The keys that a block of queries sees split into three runs of blocks: an edge that the window or the
@@ -23,81 +25,55 @@ def head_dim_pieces(head_dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def offset(index, stride):
-    """index · stride in 64 bits: 2^31 elements are fewer than some caches hold."""
-    return tl.cast(index, tl.int64) * stride
-
-
-@triton.jit
-def _load_piece(
-    pointer, rows, stride, low, high, FROM: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
-    columns = FROM + tl.arange(0, N)
-    pointers = pointer + rows[:, None] * stride + columns[None, :]
-    if CHECK and FROM + N > D:
-        inside = (rows >= low)[:, None] & (rows < high)[:, None] & (columns < D)[None, :]
-        return tl.load(pointers, mask=inside, other=0.0)
-    elif CHECK:
-        return tl.load(pointers, mask=((rows >= low) & (rows < high))[:, None], other=0.0)
-    elif FROM + N > D:
-        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
 def load_rows(
-    pointer, rows, stride, low, high, D: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
-    CHECK: tl.constexpr,
-):  # fmt: skip
-    """The rows of a (n, D) matrix, in pieces. With CHECK, rows outside [low, high) are not read: they are 0."""
-    pieces = (_load_piece(pointer, rows, stride, low, high, 0, WIDTH, D, CHECK),)
+    source, batch, head, start, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr
+):
+    """ROWS rows from `start` on of one head, in pieces (ROWS, WIDTH) and (ROWS, REST)."""
+    first = source[0].load([batch, head, start, 0]).reshape(ROWS, WIDTH)
     if REST > 0:
-        pieces = pieces + (_load_piece(pointer, rows, stride, low, high, WIDTH, REST, D, CHECK),)
-    return pieces
+        return (first, source[1].load([batch, head, start, WIDTH]).reshape(ROWS, REST))
+    else:
+        return (first,)
 
 
 @triton.jit
 def store_rows(
-    pointer, pieces, rows, stride, high, D: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr
-):
-    """Write the pieces to the rows below `high`, in the pointer's dtype."""
-    columns = tl.arange(0, WIDTH)
-    inside = (rows < high)[:, None] & (columns < D)[None, :]
-    pointers = pointer + rows[:, None] * stride
-    tl.store(pointers + columns[None, :], pieces[0].to(pointer.dtype.element_ty), mask=inside)
+    target, pieces, batch, head, start,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Write the pieces of ROWS rows in the target's dtype."""
+    first = pieces[0].to(target[0].dtype).reshape(1, 1, ROWS, WIDTH)
+    target[0].store([batch, head, start, 0], first)
     if REST > 0:
-        columns = WIDTH + tl.arange(0, REST)
-        inside = (rows < high)[:, None] & (columns < D)[None, :]
-        tl.store(pointers + columns[None, :], pieces[1].to(pointer.dtype.element_ty), mask=inside)
+        rest = pieces[1].to(target[1].dtype).reshape(1, 1, ROWS, REST)
+        target[1].store([batch, head, start, WIDTH], rest)
 
 
 @triton.jit
 def zero_rows(ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
     """An fp32 accumulator of (ROWS, D), in pieces."""
-    pieces = (tl.zeros((ROWS, WIDTH), tl.float32),)
     if REST > 0:
-        pieces = pieces + (tl.zeros((ROWS, REST), tl.float32),)
-    return pieces
+        return (tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS, REST), tl.float32))
+    else:
+        return (tl.zeros((ROWS, WIDTH), tl.float32),)
 
 
 @triton.jit
 def scale_rows(pieces, factor):
     """Every piece times a factor that broadcasts to it."""
-    scaled = (pieces[0] * factor,)
     if len(pieces) > 1:
-        scaled = scaled + (pieces[1] * factor,)
-    return scaled
+        return (pieces[0] * factor, pieces[1] * factor)
+    else:
+        return (pieces[0] * factor,)
 
 
 @triton.jit
 def keep_rows(pieces, kept):
-    """The rows that `kept` (rows, 1) names; zeros elsewhere, whatever stood there."""
-    rows = (tl.where(kept, pieces[0], 0.0),)
+    """The rows that `kept` (rows,) names; zeros elsewhere, whatever stood there."""
     if len(pieces) > 1:
-        rows = rows + (tl.where(kept, pieces[1], 0.0),)
-    return rows
+        return (tl.where(kept[:, None], pieces[0], 0.0), tl.where(kept[:, None], pieces[1], 0.0))
+    else:
+        return (tl.where(kept[:, None], pieces[0], 0.0),)
 
 
 @triton.jit
@@ -113,10 +89,11 @@ def dot_rows(a, b, PRECISION: tl.constexpr):
 def add_weighted_rows(total, weights, rows, PRECISION: tl.constexpr):
     """total + weights · rows, with the weights rounded to the rows' dtype for the tensor cores."""
     weights = weights.to(rows[0].dtype)
-    sums = (tl.dot(weights, rows[0], total[0], input_precision=PRECISION),)
+    first = tl.dot(weights, rows[0], total[0], input_precision=PRECISION)
     if len(rows) > 1:
-        sums = sums + (tl.dot(weights, rows[1], total[1], input_precision=PRECISION),)
-    return sums
+        return (first, tl.dot(weights, rows[1], total[1], input_precision=PRECISION))
+    else:
+        return (first,)
 
 
 @triton.jit
@@ -126,6 +103,16 @@ def sum_of_products(a, b):
     if len(a) > 1:
         total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
     return total
+
+
+@triton.jit
+def visible_pairs(positions, keys, window, WINDOWED: tl.constexpr):
+    """Whether each position sees each key; the two broadcast against one another."""
+    distance = positions - keys
+    visible = distance >= 0
+    if WINDOWED:
+        visible = visible & (distance < window)
+    return visible
 
 
 @triton.jit
