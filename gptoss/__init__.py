@@ -1,0 +1,75 @@
+"""GPT-OSS-Lite: the package that the book derives, piece by piece.
+
+The names below are the ones that the chapters use; each is documented where it is defined.
+"""
+
+from gptoss.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, load_config
+from gptoss.data.loader import PretrainDataset
+from gptoss.data.tokenizers import Tokenizer
+from gptoss.inference.generate import generate
+from gptoss.inference.passkey import PasskeyEvaluator
+from gptoss.model.attention import (
+    SINK_CLAMP_MAX,
+    SINK_CLAMP_MIN,
+    GPTOSSAttention,
+    causal_attention,
+    manual_causal_attention,
+    repeat_kv,
+)
+from gptoss.model.cache import MixedKVCache
+from gptoss.model.moe import (
+    MoELayer,
+    MoERouter,
+    SwiGLUExpert,
+    aux_load_balancing_loss,
+    expert_load,
+)
+from gptoss.model.norm import RMSNorm
+from gptoss.model.rotary import YaRNRoPE, apply_rope, compute_yarn_freqs, compute_yarn_mscale
+from gptoss.model.transformer import GPTOSS, GPTOSSBlock
+from gptoss.pretrained import load_pretrained
+from gptoss.training.checkpoint import CheckpointManager
+from gptoss.training.losses import chunked_cross_entropy
+from gptoss.training.memory_documents import assert_fits_in_available_gpu, estimate_model_memory_gb
+from gptoss.training.metrics import TrainingLogger
+from gptoss.training.schedule import make_warmup_cosine_lambda
+from gptoss.training.seeding import seed_everything
+
+__all__ = [
+    "GPTOSS",
+    "SINK_CLAMP_MAX",
+    "SINK_CLAMP_MIN",
+    "CheckpointManager",
+    "DataConfig",
+    "GPTOSSAttention",
+    "GPTOSSBlock",
+    "MixedKVCache",
+    "MoELayer",
+    "MoERouter",
+    "ModelConfig",
+    "PasskeyEvaluator",
+    "PretrainDataset",
+    "RMSNorm",
+    "RunConfig",
+    "SwiGLUExpert",
+    "Tokenizer",
+    "TrainingConfig",
+    "TrainingLogger",
+    "YaRNRoPE",
+    "apply_rope",
+    "assert_fits_in_available_gpu",
+    "aux_load_balancing_loss",
+    "causal_attention",
+    "chunked_cross_entropy",
+    "compute_yarn_freqs",
+    "compute_yarn_mscale",
+    "estimate_model_memory_gb",
+    "expert_load",
+    "generate",
+    "load_config",
+    "load_pretrained",
+    "make_warmup_cosine_lambda",
+    "manual_causal_attention",
+    "repeat_kv",
+    "seed_everything",
+]
