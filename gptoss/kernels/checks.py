@@ -27,6 +27,30 @@ def check_linear(h: Tensor, counts: Tensor, w2: Tensor) -> None:
     _check_together(counts, w2.shape[0], h, w2)
 
 
+def check_layer(
+    x: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, counts: Tensor,
+    w1: Tensor, w3: Tensor, w2: Tensor,
+) -> None:  # fmt: skip
+    """Raise ValueError unless the arguments of a whole expert layer fit each other."""
+    check_swiglu(x, counts, w1, w3)
+    if w2.shape != (w1.shape[0], w1.shape[2], w1.shape[1]):
+        raise ValueError(
+            f"expected w2 (E, C, F) beside w1 (E, F, C) = {_shape(w1)}, got {_shape(w2)}; transpose it"
+        )
+    _check_together(counts, w2.shape[0], x, w2)
+    if weights.ndim != 2 or weights.shape[0] != x.shape[0] or not weights.is_floating_point():
+        raise ValueError(
+            f"expected floating routing weights (N, k) with N = {x.shape[0]}, got {weights.dtype} {_shape(weights)}; "
+            "pass one weight for each token and choice"
+        )
+    for name, index in (("order", order), ("inverse", inverse)):
+        if index.shape != (weights.numel(),) or index.is_floating_point():
+            raise ValueError(
+                f"expected integer {name} ({weights.numel()},), got {index.dtype} {_shape(index)}; "
+                "sort the flattened (N, k) expert ids"
+            )
+
+
 def autocast_together(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast to the autocast dtype where autocast is on, as it does for ``F.linear``; custom operators are not on its list."""
     device = tensors[0].device.type

@@ -1,0 +1,284 @@
+"""The two other products of the backward and forward pass: rows times weights, and rows times rows.
+
+``grouped_rows`` multiplies each run of rows with its expert's matrix: the down projection, and the input gradient as one
+product over gate and up together. ``grouped_weight_gradient`` multiplies the transposed run of one array with the run of
+another: the weight gradients. Both fetch tiles by descriptors, as version 4 does.
+
+Shapes: R routed rows sorted by expert, E experts, P pairs (1 or 2), K reduction width, N result width, M other result width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from gptoss.kernels.descriptors import describable, describe, describe_pair
+from gptoss.kernels.expert_tiles import TileTable, grouped_order
+from gptoss.kernels.launch import programs
+from gptoss.kernels.swiglu_epilogue import load_weights, store_derivative
+from gptoss.kernels.tuning import Tiles
+
+PLAIN, DERIVATIVE = tl.constexpr(0), tl.constexpr(1)
+
+
+def grouped_rows(
+    a: Float[Tensor, "R PK"],
+    table: TileTable,
+    weights: tuple[Tensor, ...],
+    tiles: Tiles,
+    *,
+    transposed: bool,
+) -> Float[Tensor, "R N"]:
+    """Multiply each run of rows with its expert's matrices and add up: y[r] = Σ_p a[r, pK:(p+1)K] · B_p[e].
+
+    Args:
+        a: (R, P·K) rows; every width a whole multiple of 16 bytes.
+        table: tiles of ``tiles.m`` rows.
+        weights: P tensors; B_p[e] is (K, N), or (N, K) when ``transposed`` (then y = a · B_pᵀ).
+        tiles: block sizes.
+        transposed: how the weights are stored.
+
+    Returns:
+        (R, N) in the rows' dtype.
+
+    Source: chapter 10, version 5.
+    """
+    out = a.new_empty(a.shape[0], weights[0].shape[1 if transposed else 2])
+    _launch_rows(a, table, weights, tiles, transposed, out, PLAIN)
+    return out
+
+
+def swiglu_derivative_kept(
+    d_y: Float[Tensor, "R C"],
+    table: TileTable,
+    w2: Float[Tensor, "E C F"],
+    gate_up: Float[Tensor, "R 2F"],
+    row_weights: Float[Tensor, "R"],
+    tiles: Tiles,
+) -> tuple[Float[Tensor, "R 2F"], Float[Tensor, "R F"], Float[Tensor, "R"]]:
+    """Multiply dL/dy with W2 and, before it leaves the registers, turn dL/dh into the gradients of gate and up.
+
+    Args:
+        d_y: (R, C) gradient of the weighted expert outputs, in sorted order.
+        table: tiles of ``tiles.m`` rows.
+        w2: (E, C, F) down weights.
+        gate_up: (R, 2F) gate and up rows kept by the forward pass.
+        row_weights: (R,) float32 routing weights.
+        tiles: block sizes.
+
+    Returns:
+        (R, 2F) gradients of gate and up, (R, F) weighted hidden rows, (R,) float32 gradient of the row weights.
+
+    Source: chapter 10, version 5.
+    """
+    n_rows, ffn = d_y.shape[0], w2.shape[2]
+    d_gate_up = torch.empty_like(gate_up)
+    hidden = gate_up.new_empty(n_rows, ffn)
+    n_parts = triton.cdiv(ffn, tiles.n) * tiles.pieces
+    parts = torch.empty(n_parts, n_rows, dtype=torch.float32, device=d_y.device)
+    # Fetched by descriptor: their tiles then take whatever layout the accumulators have, and nothing is shuffled for them.
+    gate_up_desc = describe(gate_up, [tiles.m, tiles.n // tiles.pieces])
+    args = (gate_up_desc, hidden, row_weights, parts)
+    _launch_rows(d_y, table, (w2,), tiles, False, d_gate_up, DERIVATIVE, *args)
+    return d_gate_up, hidden, parts.sum(0)
+
+
+def grouped_weight_gradient(
+    a: Float[Tensor, "R PM"],
+    b: Float[Tensor, "R N"],
+    table: TileTable,
+    outs: tuple[Tensor, ...],
+    tiles: Tiles,
+) -> None:
+    """Fill P weight gradients: outs[p][e] = a[run of e, pM:(p+1)M]ᵀ · b[run of e]; an idle expert gets zeros.
+
+    Args:
+        a: (R, P·M) rows; every width a whole multiple of 16 bytes.
+        b: (R, N) rows.
+        table: only its runs are used.
+        outs: P contiguous (E, M, N) tensors, written whole.
+        tiles: block sizes.
+
+    Source: chapter 10, version 5.
+    """
+    pairs, (n_experts, m, n) = len(outs), outs[0].shape
+    if a.shape[0] == 0:
+        for out in outs:
+            out.zero_()
+        return
+    a = describable(a).unflatten(1, (pairs, m)).transpose(0, 1)  # (P, R, M), the same memory
+    a_desc = describe(a, [1, tiles.k, tiles.m])
+    b_desc = describe(describable(b), [tiles.k, tiles.n])
+    work = n_experts * pairs * triton.cdiv(m, tiles.m) * triton.cdiv(n, tiles.n)
+    _weight_gradient_kernel[(work,)](
+        a_desc, b_desc, outs[0], outs[-1], table.start, table.heavy_first, a.shape[1], n_experts, m, n,
+        PAIRS=pairs, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k,
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+    )  # fmt: skip
+
+
+def _launch_rows(
+    a, table, weights, tiles, transposed, out, epilogue, gate_up_desc=None, hidden=None, row_weights=None, parts=None
+):  # fmt: skip
+    n_rows, pairs = a.shape[0], len(weights)
+    if n_rows == 0:
+        return
+    depth, width = weights[0].shape[1:][::-1] if transposed else weights[0].shape[1:]
+    a = describable(a).unflatten(1, (pairs, depth)).transpose(0, 1)  # (P, R, K), the same memory
+    a_desc = describe(a, [1, tiles.m, tiles.k])
+    block = [1, 1, tiles.n, tiles.k] if transposed else [1, 1, tiles.k, tiles.n]
+    if pairs == 1:
+        b_desc, swapped = describe(describable(weights[0])[None], block), False
+    else:
+        b_desc, swapped = describe_pair(describable(weights[0]), describable(weights[1]), block)
+    grid = programs(a.device, tiles, table.bound * triton.cdiv(width, tiles.n))
+    _rows_kernel[grid](
+        a_desc, b_desc, gate_up_desc, out, hidden, row_weights, parts,
+        table.expert, table.row, table.end, table.used, n_rows, depth, width,
+        PAIRS=pairs, SWAPPED=swapped, TRANSPOSED=transposed, EPILOGUE=epilogue,
+        BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
+        PIECES=tiles.pieces, FLATTEN=tiles.flatten,
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _rows_kernel(
+    a_desc, b_desc, gate_up_desc, out, hidden, row_weights, parts,
+    tile_expert, tile_row, tile_end, tiles_used, n_rows, depth, width,
+    PAIRS: tl.constexpr, SWAPPED: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    PIECES: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    row_tiles = tl.load(tiles_used)
+    column_tiles = tl.cdiv(width, BLOCK_N)
+    steps = tl.cdiv(depth, BLOCK_K)
+    tl.assume(steps > 0)
+    for tile in tl.range(
+        tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN
+    ):
+        row_tile, column_tile = grouped_order(tile, row_tiles, column_tiles, GROUP)
+        e = tl.load(tile_expert + row_tile)
+        first_row = tl.load(tile_row + row_tile)
+        end = tl.load(tile_end + row_tile)
+        first_column = column_tile * BLOCK_N
+
+        y = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(0, PAIRS * steps):
+            pair = step // steps
+            k = (step % steps) * BLOCK_K
+            weight_pair = 1 - pair if SWAPPED else pair
+            a = a_desc.load([pair, first_row, k]).reshape(BLOCK_M, BLOCK_K)
+            if TRANSPOSED:
+                b = b_desc.load([weight_pair, e, first_column, k]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                b = b_desc.load([weight_pair, e, k, first_column]).reshape(BLOCK_K, BLOCK_N)
+            y = tl.dot(a, b, y, input_precision="ieee")
+
+        rows = first_row + tl.arange(0, BLOCK_M)
+        _finish(
+            y, rows, first_row, end, first_column, column_tile * PIECES, gate_up_desc, out, hidden,
+            row_weights, parts, n_rows, width, BLOCK_M, BLOCK_N, EPILOGUE, PIECES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    y, rows, first_row, end, first_column, part, gate_up_desc, out, hidden, row_weights, parts, n_rows, width,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, EPILOGUE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    if (
+        PIECES > 1
+    ):  # one column half after the other, so that fewer registers and less shared memory are in use at once
+        HALF: tl.constexpr = WIDTH // 2
+        y_0, y_1 = y.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
+        _finish(
+            y_0, rows, first_row, end, first_column, part, gate_up_desc, out, hidden,
+            row_weights, parts, n_rows, width, ROWS, HALF, EPILOGUE, PIECES // 2,
+        )  # fmt: skip
+        _finish(
+            y_1, rows, first_row, end, first_column + HALF, part + PIECES // 2, gate_up_desc, out, hidden,
+            row_weights, parts, n_rows, width, ROWS, HALF, EPILOGUE, PIECES // 2,
+        )  # fmt: skip
+    else:
+        _finish_piece(
+            y, rows, first_row, end, first_column, part, gate_up_desc, out, hidden,
+            row_weights, parts, n_rows, width, WIDTH, EPILOGUE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish_piece(
+    y, rows, first_row, end, first_column, part, gate_up_desc, out, hidden,
+    row_weights, parts, n_rows, width,
+    WIDTH: tl.constexpr, EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    columns = first_column + tl.arange(0, WIDTH)
+    in_run = rows < end
+    mask = in_run[:, None] & (columns < width)[None, :]
+    if EPILOGUE == DERIVATIVE:
+        weight = load_weights(row_weights, rows, in_run)
+        gate = gate_up_desc.load([first_row, first_column]).to(tl.float32)
+        up = gate_up_desc.load([first_row, width + first_column]).to(tl.float32)
+        gate, up = _tied(gate, y), _tied(up, y)
+        store_derivative(
+            gate, up, y, weight, rows, in_run, columns, mask, part, hidden, out, parts, n_rows, width
+        )  # fmt: skip
+    else:
+        at = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(at, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tied(value, anchor):
+    """The value itself, in a form that hangs on the anchor.
+
+    Left free, the compiler computes all that follows from ``value`` twice, once for each layout that is stored.
+    """
+    return tl.where(anchor == anchor, value, value + 0.0)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_experts"])
+def _weight_gradient_kernel(
+    a_desc, b_desc, first_out, second_out, run_start, heavy_first, n_rows, n_experts, m, n,
+    PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    # The heaviest expert's tiles start first, so that no long one is left for the end.
+    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    tiles = PAIRS * tiles_m * tiles_n
+    place = tl.program_id(0) // tiles
+    within = tl.program_id(0) % tiles
+    e = tl.load(heavy_first + place)
+    start = tl.load(run_start + e)
+    end = tl.load(run_start + e + 1, mask=e + 1 < n_experts, other=n_rows)
+    pair = within // (tiles_m * tiles_n)
+    first_m = (within % (tiles_m * tiles_n)) // tiles_n * BLOCK_M
+    first_n = within % tiles_n * BLOCK_N
+
+    gradient = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    whole = (end - start) // BLOCK_K * BLOCK_K
+    for row in range(start, start + whole, BLOCK_K):
+        a = a_desc.load([pair, row, first_m]).reshape(BLOCK_K, BLOCK_M)
+        b = b_desc.load([row, first_n])  # (K, N)
+        gradient = tl.dot(a.T, b, gradient, input_precision="ieee")
+    if start + whole < end:
+        # The last rows of the run share a tile with the next expert's: blank those, in both, as they may be NaN.
+        row = start + whole
+        mine = (row + tl.arange(0, BLOCK_K) < end)[:, None]
+        a = a_desc.load([pair, row, first_m]).reshape(BLOCK_K, BLOCK_M)
+        b = b_desc.load([row, first_n])
+        a = tl.where(mine, a, 0.0).to(a.dtype)
+        b = tl.where(mine, b, 0.0).to(b.dtype)
+        gradient = tl.dot(a.T, b, gradient, input_precision="ieee")
+
+    rows = first_m + tl.arange(0, BLOCK_M)
+    columns = first_n + tl.arange(0, BLOCK_N)
+    out = first_out
+    if PAIRS == 2:  # noqa: SIM102  # the outer test is decided when compiling
+        if pair == 1:
+            out = second_out
+    at = out + (e.to(tl.int64) * m + rows[:, None]) * n + columns[None, :]
+    tl.store(
+        at, gradient.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :]
+    )

@@ -1,0 +1,62 @@
+"""Version 5: the backward pass of the grouped SwiGLU as three launches.
+
+    1. gate and up again, and their gradients in the epilogue        4·R·C·F FLOPs
+    2. dx = [da | du] · [W1; W3], one product over both              4·R·C·F
+    3. [dW1; dW3] = [da | du]ᵀ · x, one launch for both              4·R·C·F
+
+Recompute or keep? Keeping gate and up costs 8·R·F bytes of traffic in bf16 (written once, read once) and 4·R·F bytes of memory
+until the backward pass; recomputing costs 4·R·C·F FLOPs. At C = 768 on an H200 that is 0.2 ms against 0.5 ms for 65,536 rows of
+F = 1536, and 384 MiB kept. This function recomputes, as the documents' does: it keeps its inputs alone.
+
+Shapes: R routed rows sorted by expert, C model width, F ffn width, E experts.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gptoss.kernels.descriptors import describable, pad_to_engine
+from gptoss.kernels.expert_tiles import tile_table
+from gptoss.kernels.grouped_gemm import grouped_rows, grouped_weight_gradient
+from gptoss.kernels.swiglu_persistent import swiglu_derivative_recomputed
+from gptoss.kernels.tuning import Tiles
+
+
+def swiglu_backward(
+    d_hidden: Float[Tensor, "R F"],
+    x_sorted: Float[Tensor, "R C"],
+    counts: Int[Tensor, "E"],
+    w1: Float[Tensor, "E F C"],
+    w3: Float[Tensor, "E F C"],
+    tiles: dict[str, Tiles],
+) -> tuple[Float[Tensor, "R C"], Float[Tensor, "E F C"], Float[Tensor, "E F C"]]:
+    """Gradients of the grouped SwiGLU with respect to rows and weights; an idle expert's are zeros.
+
+    Args:
+        d_hidden: (R, F) incoming gradient; any strides, stride 0 too.
+        x_sorted, counts, w1, w3: the forward pass's inputs; any strides.
+        tiles: block sizes under "swiglu_backward", "rows" and "weights".
+
+    Returns:
+        dL/dx_sorted, dL/dw1, dL/dw3.
+
+    Source: chapter 10, version 5.
+    """
+    (n_rows, width), ffn = x_sorted.shape, w1.shape[1]
+    x = describable(pad_to_engine(x_sorted, (1,)))
+    w1, w3 = (describable(pad_to_engine(w, (1, 2))) for w in (w1, w3))
+    d_hidden = pad_to_engine(d_hidden, (1,))
+    table = tile_table(counts, n_rows, tiles["swiglu_backward"].m)
+    d_gate_up, _, _ = swiglu_derivative_recomputed(
+        d_hidden, x, table, w1, w3, tiles["swiglu_backward"]
+    )
+    if tiles["rows"].m != table.tile_rows:
+        table = tile_table(counts, n_rows, tiles["rows"].m)
+    dx = grouped_rows(d_gate_up, table, (w1, w3), tiles["rows"], transposed=False)
+    dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
+    grouped_weight_gradient(d_gate_up, x, table, (dw1, dw3), tiles["weights"])
+    return (
+        dx[:, :width].contiguous(),
+        dw1[:, :ffn, :width].contiguous(),
+        dw3[:, :ffn, :width].contiguous(),
+    )
