@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .router import top_k
+from .router import router_probabilities, top_k
 
 
 def aux_load_balancing_loss(
@@ -34,7 +34,7 @@ def aux_load_balancing_loss(
     """
     if logits.dim() != 2 or logits.shape[1] != n_experts:
         raise ValueError(f"logits {tuple(logits.shape)}: expected (N, {n_experts})")
-    probabilities = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+    probabilities = router_probabilities(logits)
     _, indices = top_k(probabilities, n_activated)
     return balance(probabilities, count_experts(indices, n_experts))
 

@@ -12,7 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from gptoss.config import MOE_DISPATCHES
+from gptoss.kernels.expert_layer import grouped_experts
 from gptoss.kernels.loop import grouped_linear_loop, grouped_swiglu_loop
+from gptoss.kernels.versions import require_triton
 
 from .balance import count_experts
 
@@ -22,22 +25,28 @@ class DispatchPlan(NamedTuple):
 
     order: Int[Tensor, "R"]
     inverse: Int[Tensor, "R"]
-    expert_ids: Int[Tensor, "R"]
     counts: Int[Tensor, "E"]
-    offsets: Int[Tensor, "E"]
 
 
-def plan_dispatch(indices: Int[Tensor, "N k"], n_experts: int) -> DispatchPlan:
-    """Group the N·k slots by expert with one stable sort; `offsets` is where each expert's rows begin.
+def plan_dispatch(
+    indices: Int[Tensor, "N k"], n_experts: int, dispatch: str = "stacked"
+) -> DispatchPlan:
+    """Group the N·k slots by expert with one stable sort; expert e's rows follow those of expert e − 1.
+
+    The plan is the same for every dispatch; "triton_grouped" makes it with a counting sort in two kernels.
 
     Source: chapter 9.
     """
+    if dispatch == "triton_grouped":
+        require_triton()
+        from gptoss.kernels.expert_order import order_by_expert  # needs Triton
+
+        return DispatchPlan(*order_by_expert(indices, n_experts))
     flat = indices.flatten()  # (R,)
-    expert_ids, order = torch.sort(flat, stable=True)
+    order = torch.argsort(flat, stable=True)
     slots = torch.arange(flat.numel(), device=flat.device)
     inverse = torch.empty_like(order).scatter_(0, order, slots)
-    counts = count_experts(indices, n_experts)
-    return DispatchPlan(order, inverse, expert_ids, counts, counts.cumsum(0) - counts)
+    return DispatchPlan(order, inverse, count_experts(indices, n_experts))
 
 
 def gather_rows(x: Float[Tensor, "N C"], plan: DispatchPlan, k: int) -> Float[Tensor, "R C"]:
@@ -54,20 +63,23 @@ def combine_rows(
 
 
 def run_experts(
-    x_sorted: Float[Tensor, "R C"],
+    x: Float[Tensor, "N C"],
+    weights: Float[Tensor, "N k"],
     plan: DispatchPlan,
     w1: Float[Tensor, "E F C"],
     w3: Float[Tensor, "E F C"],
     w2: Float[Tensor, "E C F"],
     dispatch: str,
-) -> Float[Tensor, "R C"]:
-    """Run each expert on its rows: W2·(silu(W1 x) ⊙ W3 x).
+) -> Float[Tensor, "N C"]:
+    """Send each token through its experts: Σ_j weights[n, j] · W2·(silu(W1 x_n) ⊙ W3 x_n) of expert (n, j).
 
     Args:
-        x_sorted: rows in the plan's order.
+        x: one row a token.
+        weights: routing weights.
+        plan: of the same tokens' expert indices.
         w1, w3, w2: stacked expert weights; under autocast each path casts them to its dtype.
-        dispatch: "stacked" (a loop over experts, the oracle), "triton_grouped" (the Triton kernels) or "grouped_mm"
-            (PyTorch's grouped matrix product).
+        dispatch: "stacked" (a loop over experts, the oracle), "grouped_mm" (PyTorch's grouped matrix product) or
+            "triton_grouped" (gather, experts, weighting and sum in Triton kernels).
 
     Raises:
         ImportError: "triton_grouped" without Triton. A kernel that fails to compile or launch raises as it is: no path
@@ -76,24 +88,24 @@ def run_experts(
 
     Source: chapters 9 and 10.
     """
-    if dispatch == "stacked":
-        return grouped_linear_loop(
-            grouped_swiglu_loop(x_sorted, plan.counts, w1, w3), plan.counts, w2
-        )
     if dispatch == "triton_grouped":
-        raise NotImplementedError
-    if dispatch == "grouped_mm":
-        return _run_grouped_mm(x_sorted, plan, w1, w3, w2)
-    raise ValueError(
-        f"moe_dispatch {dispatch!r}: expected one of stacked, triton_grouped, grouped_mm"
-    )
+        return grouped_experts(x, weights, plan.order, plan.inverse, plan.counts, w1, w3, w2)
+    rows = gather_rows(x, plan, weights.shape[1])
+    if dispatch == "stacked":
+        rows = grouped_swiglu_loop(rows, plan.counts, w1, w3)
+        rows = grouped_linear_loop(rows, plan.counts, w2)
+    elif dispatch == "grouped_mm":
+        rows = _run_grouped_mm(rows, plan.counts, w1, w3, w2)
+    else:
+        raise ValueError(f"moe_dispatch {dispatch!r}: expected one of {', '.join(MOE_DISPATCHES)}")
+    return combine_rows(rows, weights, plan)
 
 
-def _run_grouped_mm(x: Tensor, plan: DispatchPlan, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+def _run_grouped_mm(x: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):  # autocast does not know grouped_mm
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w1, w3, w2 = (t.to(dtype) for t in (x, w1, w3, w2))
-    ends = (plan.offsets + plan.counts).to(torch.int32)
+    ends = counts.cumsum(0).to(torch.int32)
     gate_up = torch.cat((w1, w3), dim=1).transpose(1, 2)  # (E, C, 2F)
     gate, up = F.grouped_mm(x, gate_up, offs=ends).chunk(2, dim=-1)  # each (R, F)
     return F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=ends)

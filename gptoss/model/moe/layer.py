@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from gptoss.config import ModelConfig
 
-from .balance import aux_load_balancing_loss
-from .dispatch import combine_rows, gather_rows, plan_dispatch, run_experts
+from .balance import balance
+from .dispatch import plan_dispatch, run_experts
 from .experts import StackedExperts, SwiGLUExpert
-from .router import MoERouter
+from .router import MoERouter, router_probabilities
 
 
 class MoELayer(nn.Module):
@@ -39,19 +39,12 @@ class MoELayer(nn.Module):
         """Returns the layer's output and its load-balancing loss over these B·T tokens."""
         flat = x.flatten(0, 1)  # (N, C)
         indices, weights, logits = self.router(flat)
-        plan = plan_dispatch(indices, self.n_experts)
-        routed = run_experts(
-            gather_rows(flat, plan, self.n_activated),
-            plan,
-            self.experts.w1,
-            self.experts.w3,
-            self.experts.w2,
-            self.dispatch,
-        )
-        out = combine_rows(routed, weights, plan)
+        plan = plan_dispatch(indices, self.n_experts, self.dispatch)
+        experts = self.experts
+        out = run_experts(flat, weights, plan, experts.w1, experts.w3, experts.w2, self.dispatch)
         for expert in self.shared:
             out = out + expert(flat)
-        aux = aux_load_balancing_loss(logits, self.n_experts, self.n_activated)
+        aux = balance(router_probabilities(logits), plan.counts)
         return out.view_as(x), aux
 
     def extra_repr(self) -> str:

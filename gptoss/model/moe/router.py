@@ -25,6 +25,11 @@ def top_k(scores: Float[Tensor, "N E"], k: int) -> tuple[Float[Tensor, "N k"], I
     return values[:, :k], indices[:, :k]
 
 
+def router_probabilities(logits: Float[Tensor, "N E"]) -> Float[Tensor, "N E"]:
+    """Softmax over all experts, in fp32 or better whatever the logits' dtype (chapter 9)."""
+    return torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+
+
 def renormalised_weights(top_probabilities: Float[Tensor, "N k"]) -> Float[Tensor, "N k"]:
     """Divide the kept probabilities by their sum, which is taken as at least 1e-6.
 
