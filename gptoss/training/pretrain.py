@@ -46,7 +46,7 @@ class PretrainResult:
         tokenizer: None when the shards came without one.
         model: the trained model, plain (with FSDP2 it is sharded).
         samples: (step, text) of each sample.
-        stopped_by: "Ctrl-C" or "SIGTERM" when the run was asked to end, else None.
+        stopped_by: "Ctrl-C", "SIGTERM" or "another process" (that got either) when the run was asked to end, else None.
         peak_memory_gib: of this process's GPU; None on a CPU.
     """
 
@@ -153,7 +153,9 @@ def pretrain(
         if ready.resumes:
             reporter.say(f"[resume] going on from step {first} in {directory}")
         done = trainer.train(last)
-        stopped_by = request.name if request and trainer.step < last else None
+        stopped_by = None
+        if trainer.step < last:
+            stopped_by = request.name if request else "another process"
         if stopped_by:
             reporter.say(
                 f"[stop] {stopped_by}: step {trainer.step} of {total} is saved in {directory}; the same command goes on"
