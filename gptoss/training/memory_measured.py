@@ -106,14 +106,15 @@ def measure_training_peak(
     seq_len: int,
     every: int = 0,
     loss_chunk: int = 4096,
-    compiled: bool = True,
+    compiled: bool = False,
     accumulation: int = 1,
-    steps: int = 3,
+    steps: int = 2,
+    device: str | None = None,
 ) -> int:
-    """Train a few steps on random tokens on the current GPU and return the most bytes that were allocated at once.
+    """Train a few steps on random tokens and return the most bytes that were alive at once in the last one.
 
-    Weights are fp32, activations follow `config.dtype`; clip and AdamW as in the trainer. The first steps, which
-    compile and tune and make the optimiser's state, are not counted.
+    The trainer's own step: fp32 weights, activations as `config.dtype` says, clip, AdamW. The steps before the last
+    compile, tune and make the optimiser's state.
 
     Args:
         config: the architecture, with dispatch and attention backend.
@@ -122,17 +123,23 @@ def measure_training_peak(
         loss_chunk: tokens whose logits exist at once.
         compiled: run blocks through torch.compile.
         accumulation: micro-batches of a step.
-        steps: how many are taken; the last one is measured.
+        steps: how many are taken, at least 2.
+        device: "cuda" or "cpu"; a GPU where there is one when left out.
 
     Returns:
-        Bytes, as `torch.cuda.max_memory_allocated` counts them: the context and the allocator's reserve are not in it.
+        Bytes. On a GPU as `torch.cuda.max_memory_allocated` counts them, without the context and the allocator's
+        reserve; on a CPU as `LiveBytes` sees them, without what is used and given back inside one operation.
 
     Raises:
-        RuntimeError: there is no GPU.
+        ValueError: fewer than 2 steps.
+
+    Source: chapter 11.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("measure_training_peak needs a GPU; on a CPU see LiveBytes")
-    device = torch.device("cuda", torch.cuda.current_device())
+    if steps < 2:
+        raise ValueError(
+            f"steps = {steps}: expected at least 2, the first makes the optimiser's state"
+        )
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     training = TrainingConfig(
         micro_batch_size=batch,
         gradient_accumulation_steps=accumulation,
@@ -141,10 +148,17 @@ def measure_training_peak(
         loss_chunk_size=loss_chunk,
         compile=compiled,
     )
-    built = assemble(RunConfig(config, training), World(device))
-    tokens = torch.randint(config.vocab_size, (accumulation, batch, seq_len + 1), device=device)
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        built.take_step(tokens[:, :, :-1], tokens[:, :, 1:]).wait()
-    return torch.cuda.max_memory_allocated()
+    built = assemble(RunConfig(config, training), World(where))
+    tokens = torch.randint(config.vocab_size, (accumulation, batch, seq_len + 1), device=where)
+    inputs, targets = tokens[:, :, :-1], tokens[:, :, 1:]
+    for _ in range(steps - 1):
+        built.take_step(inputs, targets).wait()
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+        torch.cuda.reset_peak_memory_stats(where)
+        built.take_step(inputs, targets).wait()
+        return torch.cuda.max_memory_allocated(where)
+    state = (t for s in built.optimizer.state.values() for t in s.values())
+    with LiveBytes([*built.model.parameters(), *state, tokens]) as live:
+        built.take_step(inputs, targets).wait()
+    return live.peak
