@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gptoss.kernels.checks import autocast_together
+from gptoss.kernels.versions import HAS_TRITON
 
 
 def triton_attention(
@@ -165,12 +166,16 @@ def _check(
     scale: float,
     key_start: Tensor | None,
 ) -> None:
+    if not HAS_TRITON:
+        raise ImportError(
+            "the Triton attention needs Triton: pip install triton (Linux), or choose another attention backend"
+        )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or v.shape != k.shape or q.shape[0] != k.shape[0]:
         raise ValueError(f"expected q (B, H, T, D), k and v (B, K, S, D); got {shapes}")
     if q.shape[3] != k.shape[3] or not 0 < q.shape[3] <= 256:
         raise ValueError(f"expected one head_dim between 1 and 256; got {shapes}")
-    if q.shape[1] % k.shape[1]:
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"expected H to be a multiple of K; got {shapes}")
     if q.shape[2] > k.shape[2]:
         raise ValueError(f"expected T <= S, the queries being the last of the keys; got {shapes}")

@@ -185,9 +185,11 @@ def _constants(
 
 
 def _check_device(kernel: object, tensor: Tensor) -> None:
-    """Refuse what would fail obscurely: a CPU tensor outside the interpreter, bf16 on a GPU that has none."""
+    """Refuse what would fail obscurely: a CPU tensor outside the interpreter, bf16 where nothing multiplies it."""
     if not isinstance(kernel, triton.runtime.JITFunction):
-        return  # the interpreter takes any device
+        if tensor.dtype == torch.bfloat16:
+            raise ValueError("Triton's interpreter multiplies bfloat16 wrongly: use float32")
+        return
     if not tensor.is_cuda:
         raise ValueError(
             f"expected CUDA tensors, got {tensor.device}: choose another attention backend there, "

@@ -12,6 +12,39 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
+def cross_entropy_forward_backward_(
+    logits: Float[Tensor, "n V"],
+    targets: Int[Tensor, " n"],
+    scale: float | Float[Tensor, ""] = 1.0,
+    ignore_index: int = -100,
+    write_gradient: bool = True,
+) -> Float[Tensor, " n"]:
+    """Cross-entropy of every row in one Triton kernel; `logits` is overwritten with scale · dloss/dlogits.
+
+    The arguments and the result are those of `cross_entropy_forward_backward_reference_`, with float32 inside whatever
+    the logits' dtype (not float64). A label outside the vocabulary gives the loss NaN: looking at the labels from the
+    host would stall the device.
+
+    Raises:
+        ValueError: shapes that do not fit, float64 logits, or logits whose rows are not contiguous.
+        ImportError: Triton is not installed.
+
+    Source: chapter 12.
+    """
+    from gptoss.kernels.cross_entropy_kernel import launch_cross_entropy
+
+    _check(logits, targets)
+    if logits.dtype == torch.float64:
+        raise ValueError("expected logits in float32 or narrower, got float64: use the reference")
+    if logits.stride(1) != 1:
+        raise ValueError(
+            f"expected logits with contiguous rows, got strides {logits.stride()}: the gradient is written in place"
+        )
+    if not isinstance(scale, Tensor):
+        scale = torch.full((), scale, dtype=torch.float32, device=logits.device)
+    return launch_cross_entropy(logits, targets.contiguous(), scale, ignore_index, write_gradient)
+
+
 def cross_entropy_forward_backward_reference_(
     logits: Float[Tensor, "n V"],
     targets: Int[Tensor, " n"],

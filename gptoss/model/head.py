@@ -15,7 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gptoss.kernels.cross_entropy import cross_entropy_forward_backward_reference_
+from gptoss.kernels.cross_entropy import (
+    cross_entropy_forward_backward_,
+    cross_entropy_forward_backward_reference_,
+)
 
 
 def linear_cross_entropy(
@@ -107,6 +110,11 @@ def _linear_cross_entropy(
     if not targets.is_cuda:
         _check_labels(targets, weight.shape[0], ignore_index)
     wide = scale.dtype
+    softmax_of = (
+        cross_entropy_forward_backward_
+        if hidden.is_cuda and wide == torch.float32
+        else cross_entropy_forward_backward_reference_
+    )
     with torch.autocast(hidden.device.type, enabled=False):
         w = weight.to(compute_dtype)  # (V, C)
         dhidden = torch.empty_like(hidden if wants_dhidden else hidden[:0])
@@ -116,7 +124,7 @@ def _linear_cross_entropy(
             rows = slice(start, start + chunk_size)
             h = hidden[rows].to(compute_dtype)  # (n, C)
             logits = h @ w.T  # (n, V)
-            loss += cross_entropy_forward_backward_reference_(
+            loss += softmax_of(
                 logits, targets[rows], scale, ignore_index, wants_dhidden or wants_dweight
             ).sum()
             if wants_dhidden:
