@@ -23,6 +23,12 @@ def write_atomically(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
+def remove_partial(path: Path) -> None:
+    """Delete what killed calls of `write_atomically` left beside a file. Only where nobody else writes it now."""
+    for beside in path.parent.glob(f".{path.name}.*.partial"):
+        beside.unlink(missing_ok=True)
+
+
 def sync_directory(directory: Path) -> None:
     """Make renames inside a directory survive a power cut, where the system knows how."""
     if os.name == "posix":

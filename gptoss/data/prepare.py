@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import filelock
 
-from gptoss.data.atomic import write_atomically
+from gptoss.data.atomic import remove_partial, write_atomically
 from gptoss.data.corpora import Corpus, open_corpus
 from gptoss.data.documents import is_validation
 from gptoss.data.encoding import SPLITS, chunks, encode_chunks
@@ -29,6 +29,7 @@ from gptoss.data.tokenizers import Tokenizer, train_tokenizer
 
 COMMIT_BYTES = 16 << 20
 STATE = "prepare.json"
+TOKENIZER = "tokenizer.json"
 LOCK = ".lock"
 
 
@@ -107,16 +108,23 @@ def prepare(
         "format_version": FORMAT_VERSION,
     }
     out = Path(out_dir)
-    if out.is_dir() and not (out / STATE).exists() and any(f.name != LOCK for f in out.iterdir()):
+    if out.is_dir() and not (out / STATE).exists() and any(map(_is_foreign, out.iterdir())):
         raise ValueError(f"{out}: holds other files; choose an empty or a new directory")
     out.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(out / LOCK, timeout=0)
     try:
-        with filelock.FileLock(out / LOCK, timeout=0):
-            return _prepare_locked(corpus, out, settings, given, processes, progress)
+        lock.acquire()
     except filelock.Timeout as error:
         raise ValueError(
             f"{out}: another process is preparing this directory; wait for it or choose another"
         ) from error
+    try:
+        return _prepare_locked(corpus, out, settings, given, processes, progress)
+    except ValueError:
+        _remove_unless_committed(out)
+        raise
+    finally:
+        lock.release()
 
 
 def _prepare_locked(
@@ -127,18 +135,15 @@ def _prepare_locked(
     processes: int,
     progress: bool | None,
 ) -> PreparedDataset:
+    for name in (STATE, TOKENIZER):
+        remove_partial(out / name)
     state = _read_state(out / STATE, settings)
     if not state.get("done"):
         if "cursor" not in state:
             _write_state(out, settings, corpus)
-        try:
-            with ByteProgress(corpus.size_bytes, progress) as bar:
-                tokenizer = _tokenizer(corpus, out, settings, given, state, bar, processes > 1)
-                _write_shards(corpus, out, settings, tokenizer, state, processes, bar)
-        except ValueError:
-            if "cursor" not in state and "cursor" not in _read_state(out / STATE, settings):
-                _remove_own_files(out)  # bad input leaves nothing behind
-            raise
+        with ByteProgress(corpus.size_bytes, progress) as bar:
+            tokenizer = _tokenizer(corpus, out, settings, given, state, bar, processes > 1)
+            _write_shards(corpus, out, settings, tokenizer, state, processes, bar)
     read_manifest(out / "train")
     validation: Path | None = out / "validation"
     if not (out / "validation" / MANIFEST).is_file():
@@ -149,7 +154,7 @@ def _prepare_locked(
                 "raise it or give more documents",
                 stacklevel=4,
             )
-    return PreparedDataset(out / "train", validation, out / "tokenizer.json")
+    return PreparedDataset(out / "train", validation, out / TOKENIZER)
 
 
 def _tokenizer(
@@ -161,7 +166,7 @@ def _tokenizer(
     bar: ByteProgress,
     threads: bool,
 ) -> Tokenizer:
-    path = out / "tokenizer.json"
+    path = out / TOKENIZER
     if "cursor" in state:
         return Tokenizer.load(path, settings["eos_token"])
     if given is not None:
@@ -226,6 +231,7 @@ def _write_shards(
             _write_state(out, settings, corpus, cursor=chunk.cursor, **committed)
             uncommitted = 0
     if not writers["train"].total_tokens:
+        _write_state(out, settings, corpus)  # nothing here is worth going on from
         raise ValueError(
             f"{corpus.name}: no text for training: the corpus is empty or all of it fell into validation "
             f"(val_fraction = {settings['val_fraction']}); give more text"
@@ -236,6 +242,10 @@ def _write_shards(
         else:
             writer.directory.rmdir()
     _write_state(out, settings, corpus, done=True)
+
+
+def _is_foreign(path: Path) -> bool:
+    return path.name != LOCK and not path.name.startswith(f".{STATE}.")
 
 
 def _write_state(out: Path, settings: dict[str, Any], corpus: Corpus, **more: Any) -> None:
@@ -270,8 +280,17 @@ def _read_state(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _remove_own_files(out: Path) -> None:
+def _remove_unless_committed(out: Path) -> None:
+    """Bad input leaves nothing behind, unless an earlier part of the work was committed."""
+    try:
+        state = json.loads((out / STATE).read_text())
+    except (OSError, ValueError):
+        return
+    if "cursor" in state or "done" in state:
+        return
     for split in SPLITS:
         shutil.rmtree(out / split, ignore_errors=True)
-    for name in ("tokenizer.json", STATE):
+    for name in (TOKENIZER, STATE, LOCK):
         (out / name).unlink(missing_ok=True)
+    if not any(out.iterdir()):
+        out.rmdir()

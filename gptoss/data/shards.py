@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gptoss.data.atomic import sync_directory, write_atomically
+from gptoss.data.atomic import remove_partial, sync_directory, write_atomically
 from gptoss.data.manifest import DTYPES, MANIFEST, Manifest, ShardInfo, dtype_for_vocabulary
 
 
@@ -204,6 +204,7 @@ class ShardWriter:
             if path != partial and path.name not in {shard.name for shard in self._shards}:
                 path.unlink()
         (self.directory / MANIFEST).unlink(missing_ok=True)
+        remove_partial(self.directory / MANIFEST)
         if not state["open_tokens"]:
             partial.unlink(missing_ok=True)
             return
