@@ -134,11 +134,14 @@ def test_generation_ends_when_every_row_has_stopped(make_model):
 def test_stop_tokens_cannot_come_before_the_least_length(make_model):
     model, ids = make_model(window=W), prompt(6)
     free = generate(model, ids, 20, temperature=0)[0, 6:].tolist()
-    kept = generate_with_result(
-        model, ids, 20, temperature=0, stop_ids=free[:1], min_new_tokens=5
-    ).new_tokens[0]
-    assert len(kept) >= 5
-    assert free[0] not in kept[:5]
+    place = next(i for i in range(3, 20) if free[i] not in free[:i])
+    ask = {"temperature": 0, "stop_ids": [free[place]]}
+    allowed = generate_with_result(model, ids, 20, min_new_tokens=place, **ask).new_tokens[0]
+    assert allowed == free[: place + 1]  # `place` tokens came before it
+    later = generate_with_result(model, ids, 20, min_new_tokens=place + 1, **ask).new_tokens[0]
+    assert later[:place] == free[:place]
+    assert later[place] != free[place]
+    assert len(later) > place + 1
 
 
 def test_a_seed_repeats_and_another_seed_differs(make_model):

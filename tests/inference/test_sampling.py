@@ -163,6 +163,12 @@ def test_a_token_of_probability_zero_never_comes_out(logits, top_p, top_k, tempe
     assert (p[0, drawn] > 0).all()
 
 
+def test_a_uniform_number_of_exactly_zero_skips_tokens_of_probability_zero(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.zeros(*size, dtype=torch.float64))
+    logits = torch.tensor([[-math.inf, 1.0, 2.0]])
+    assert sample_next(logits).tolist() == [1]
+
+
 def test_the_same_generator_state_gives_the_same_tokens():
     logits = torch.randn(8, 100)
     one, two = (sample_next(logits, generator=torch.Generator().manual_seed(5)) for _ in range(2))
