@@ -1,22 +1,22 @@
 """Save and load the whole state of a training run.
 
 Tensors go into safetensors files, everything else into JSON: reading a checkpoint runs no code from it. The files and
-the order in which they are written are `checkpoint_files`' subject, the names and layouts of tensors
-`training_state`'s; this file joins them, for one process or many.
+the order in which they are written are `checkpoint_files`' subject, the names and layouts of tensors `model_state`'s and
+`optimizer_state`'s; this file joins them, for one process or many.
 Source: chapter 17 of this book.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from gptoss.training.checkpoint_files import (
     FORMAT,
@@ -25,19 +25,17 @@ from gptoss.training.checkpoint_files import (
     records_of,
     require_json,
 )
-from gptoss.training.training_state import (
+from gptoss.training.distributed import World
+from gptoss.training.model_state import (
     gathered,
+    model_differences,
     named_tensors,
-    optimizer_mismatch,
-    optimizer_parts,
-    random_state,
     set_model_tensors,
-    set_optimizer,
-    set_random_state,
 )
+from gptoss.training.optimizer_state import optimizer_mismatch, optimizer_parts, set_optimizer
+from gptoss.training.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 OPTIMIZER, RANDOM, EXTRA = "optimizer.", "random.", "extra."  # what a tensor's name starts with
 OWN_KEYS = ("step", "checkpoint", "extra_state")
 
@@ -61,7 +59,7 @@ class CheckpointManager:
         model: nn.Module,
         optimizer: Optimizer | None,
         step: int,
-        scheduler: LRScheduler | None = None,
+        scheduler: Stateful | None = None,
         extra_meta: Mapping[str, Any] | None = None,
         extra_state: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -104,15 +102,15 @@ class CheckpointManager:
         }
         meta = {"step": step, **(extra_meta or {}), "checkpoint": checkpoint}
         require_json(meta, "meta")
-        writes = _rank() == 0
-        model_data = gathered(tensors, keep=writes)
+        world = _world()
+        model_data = gathered(tensors, keep=world.is_main)
         optim_data = {
-            **_prefixed(OPTIMIZER, gathered(optim_tensors, keep=writes)),
-            **_prefixed(EXTRA, gathered(extra_state or {}, keep=writes)),
+            **_prefixed(OPTIMIZER, gathered(optim_tensors, keep=world.is_main)),
+            **_prefixed(EXTRA, gathered(extra_state or {}, keep=world.is_main)),
             **_prefixed(RANDOM, random_tensors),
         }
-        _on_rank_0(lambda: self._directory.write(step, model_data, optim_data, meta))
-        if writes:
+        world.from_main(lambda: self._directory.write(step, model_data, optim_data, meta))
+        if world.is_main:
             logger.info("[checkpoint] saved step %d → %s", step, self.save_dir)
 
     def load(
@@ -121,7 +119,7 @@ class CheckpointManager:
         step: int | None = None,
         device: str | torch.device = "cpu",
         optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
+        scheduler: Stateful | None = None,
         strict: bool = True,
         restore_random: bool | None = None,
     ) -> dict[str, Any]:
@@ -147,7 +145,8 @@ class CheckpointManager:
             FileNotFoundError: no such step, or none that is complete; damaged ones are named with what is wrong.
             CheckpointError: a file of the step is damaged, or its tensors do not fit the model or the optimiser.
         """
-        chosen, meta = _on_rank_0(lambda: self._choose(step))
+        world = _world()
+        chosen, meta = world.from_main(lambda: self._choose(step))
         model_path, optim_path = (self.save_dir / record.name for record in records_of(meta))
         checkpoint = meta["checkpoint"]
         values = _read(model_path)
@@ -173,11 +172,10 @@ class CheckpointManager:
         if scheduler is not None and checkpoint["scheduler"] is not None:
             scheduler.load_state_dict(checkpoint["scheduler"])
         if restore_random or (restore_random is None and optimizer is not None):
-            rank = _rank()
-            if rank < len(
-                checkpoint["random"]
-            ):  # a rank that the saving run did not have keeps its own
-                set_random_state(_under(f"{RANDOM}{rank}.", state), checkpoint["random"][rank])
+            saved_ranks = checkpoint["random"]
+            if world.rank < len(saved_ranks):  # a new rank keeps its own
+                tensors = _under(f"{RANDOM}{world.rank}.", state)
+                set_random_state(tensors, saved_ranks[world.rank])
         return {**meta, "extra_state": _under(EXTRA, state)}
 
     def latest_step(self) -> int | None:
@@ -239,15 +237,13 @@ def _read(path: Path, prefixes: Iterable[str] = ("",)) -> dict[str, Tensor]:
 def _check_fit(
     model: nn.Module,
     values: Mapping[str, Tensor],
-    saved_tied: Mapping[str, str],
+    tied: Mapping[str, str],
     path: Path,
     strict: bool,
 ) -> None:
-    """Hold a file's tensors against the model's names, shapes and ties."""
-    tensors, tied = named_tensors(model)
-    wanted = {**tensors, **{further: tensors[name] for further, name in tied.items()}}
-    missing = [name for name in wanted if name not in values]
-    unexpected = [name for name in values if name not in wanted and name not in saved_tied]
+    """Hold a file's tensors against the model's names, shapes and ties; further names of the file's own may be extra."""
+    missing, unexpected, fault = model_differences(model, values)
+    unexpected = [name for name in unexpected if name not in tied]
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{path}: does not fit the model; missing: {', '.join(missing[:5]) or 'none'} ({len(missing)}), "
@@ -255,49 +251,24 @@ def _check_fit(
         )
     if missing or unexpected:
         logger.warning("%s: missing %s, unexpected %s: left as they are", path, missing, unexpected)
-    for name, target in wanted.items():
-        if name in values and values[name].shape != target.shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {tuple(values[name].shape)}, the model's {tuple(target.shape)}"
-            )
-    for further, name in tied.items():
-        both = further in values and name in values
-        if (
-            both
-            and saved_tied.get(further) != name
-            and not torch.equal(values[further], values[name])
-        ):
-            raise CheckpointError(
-                f"{path}: {further} and {name} differ, but the model ties them: build it untied"
-            )
+    if fault:
+        raise CheckpointError(f"{path}: {fault}")
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _on_rank_0(work: Callable[[], Result]) -> Result:
-    """Do something on rank 0 and give every rank its result, or its error: no rank is left waiting."""
+def _world() -> World:
+    """This process among those of torch.distributed; the device does not matter to files."""
+    device = torch.device("cpu")
     if not (dist.is_available() and dist.is_initialized()):
-        return work()
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = work()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+        return World(device)
+    return World(device, dist.get_rank(), dist.get_world_size())
 
 
 def _random_states() -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Every rank's random states: tensors as "<rank>.<generator>", and the rest in the order of the ranks."""
     own = random_state()
     states: list[Any] = [own]
-    if dist.is_available() and dist.is_initialized():
-        states = [None] * dist.get_world_size()
+    if (size := _world().size) > 1:
+        states = [None] * size
         dist.all_gather_object(states, own)
     tensors = {f"{rank}.{k}": t for rank, (part, _) in enumerate(states) for k, t in part.items()}
     return tensors, [rest for _, rest in states]

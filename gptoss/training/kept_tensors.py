@@ -164,7 +164,21 @@ def router_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
 def experts_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
     """Gather, the routed experts, and the weighted sum."""
     rows, a, ffn = setting.tokens * cfg.n_activated_experts, setting.width, cfg.ffn_dim
-    matrix = cfg.n_routed_experts * ffn * cfg.d_model
+    experts = cfg.n_routed_experts
+    matrix = experts * ffn * cfg.d_model
+    if (
+        setting.dispatch == "triton_grouped"
+    ):  # one operator: rows, hidden and answers are made again
+        kept = [
+            Kept("experts", "gate and up", 2 * rows * _whole_16_bytes(ffn, a) * a),
+            Kept("experts", "order and its inverse", 2 * rows * 4),
+            Kept("experts", "routing weights, sorted", rows * WIDE),
+            Kept("experts", "row counts", experts * 4),
+            *_weight_copies(setting, "experts w1 w3 w2", 3 * matrix),
+        ]
+        if setting.compiled:  # an operator's input; in an eager block the router lists it
+            kept.append(Kept("combine", "routing weights", rows * WIDE))
+        return kept
     kept = [
         Kept("gather", "where each row went", rows * INDEX),
         Kept("experts", "sorted rows", rows * cfg.d_model * a),
@@ -179,10 +193,10 @@ def experts_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
             kept.append(Kept("experts", "silu(gate)", rows * ffn * a))
         # w1 and w3 are joined into one matrix: a copy in any dtype
         kept.append(Kept("experts w1 w3", "joined", 2 * matrix * a, weight_copy=True))
-        kept.append(Kept("experts", "row ends", cfg.n_routed_experts * 4))
+        kept.append(Kept("experts", "row ends", experts * 4))
     else:
         kept += _weight_copies(setting, "experts w1 w3", 2 * matrix)
-        kept.append(Kept("experts", "row counts", cfg.n_routed_experts * INDEX))
+        kept.append(Kept("experts", "row counts", experts * INDEX))
     return kept
 
 
@@ -232,3 +246,9 @@ def _weight_copies(setting: Setting, operation: str, values: int) -> list[Kept]:
     if setting.dtype == "fp32":
         return []
     return [Kept(operation, "weight in bf16", values * setting.width, weight_copy=True)]
+
+
+def _whole_16_bytes(values: int, width: int) -> int:
+    """A row's length in values, rounded up as the Triton kernels pad it."""
+    multiple = 16 // width
+    return -(-values // multiple) * multiple

@@ -29,7 +29,7 @@ HEAD_SCRATCH = {"bf16": 2 + 4 + 4, "fp32": 4 + 4}
 NORM_SCRATCH = 4
 # Backward pass of a block, in (R, F) tensors: the gradients of hidden, gate and up and what computes them, less the
 # hidden rows and the shared expert's tensors, which are gone by then.
-EXPERTS_SCRATCH = {"stacked": 5, "grouped_mm": 1, "triton_grouped": 2}
+EXPERTS_SCRATCH = {"stacked": 5, "grouped_mm": 1, "triton_grouped": 3}
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ class Trainer:
                 self.built.module,
                 self.built.optimizer,
                 self.step,
-                scheduler=self.built.schedule,  # type: ignore[arg-type]  # has the two methods that are used
+                scheduler=self.built.schedule,
                 extra_meta={
                     "position": self.data.position,
                     "seed": self.settings.seed,
@@ -249,7 +249,7 @@ class Trainer:
             step,
             device=self.world.device,
             optimizer=self.built.optimizer,
-            scheduler=self.built.schedule,  # type: ignore[arg-type]  # has the two methods that are used
+            scheduler=self.built.schedule,
         )
         self.data.seek(int(meta["position"]))
         self.step = step

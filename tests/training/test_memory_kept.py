@@ -80,6 +80,19 @@ def test_block_keeps_the_listed_bytes(dtype, dispatch, backend, changes) -> None
     assert measured_block(cfg, 2, 7) == total_bytes(kept)
 
 
+needs_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs the Triton kernels on CPU tensors, interpreted"
+)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("changes", [{}, {"ffn_dim": 38}, {"sink_bias": False}], ids=str)
+def test_triton_block_keeps_the_listed_bytes(changes: dict) -> None:
+    cfg = config(dtype="fp32", moe_dispatch="triton_grouped", attention_backend="triton", **changes)
+    kept = block_kept(cfg, setting_of(cfg, 2, 7))
+    assert measured_block(cfg, 2, 7) == total_bytes(kept)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     batch=st.integers(1, 4),
@@ -122,13 +135,20 @@ def test_whole_model_keeps_inputs_of_checkpointed_blocks_and_everything_of_the_o
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dispatch"), [("bf16", "grouped_mm"), ("bf16", "stacked"), ("fp32", "stacked")]
+    ("dtype", "dispatch"),
+    [
+        ("bf16", "grouped_mm"),
+        ("bf16", "stacked"),
+        ("fp32", "stacked"),
+        pytest.param("fp32", "triton_grouped", marks=needs_interpreter),
+    ],
 )
 def test_compiled_block_keeps_the_listed_bytes(dtype: str, dispatch: str) -> None:
     """The compiler's own choices, so 2% are allowed; sizes are such that the choices are those of a large model."""
     cfg = config(dtype=dtype, moe_dispatch=dispatch, n_routed_experts=8, ffn_dim=96)
-    kept = total_bytes(block_kept(cfg, setting_of(cfg, 2, 256, compiled=True)))
-    assert measured_block(cfg, 2, 256, compiled=True) == pytest.approx(kept, rel=0.02)
+    seq_len = 32 if dispatch == "triton_grouped" else 256  # interpreted kernels are slow
+    kept = total_bytes(block_kept(cfg, setting_of(cfg, 2, seq_len, compiled=True)))
+    assert measured_block(cfg, 2, seq_len, compiled=True) == pytest.approx(kept, rel=0.02)
 
 
 def test_views_and_doubles_count_once_and_what_is_let_go_not_at_all() -> None:
