@@ -103,10 +103,19 @@ def _attention_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from gptoss.kernels.attention_launch import choose_plan, launch_backward
+    from gptoss.kernels.attention_launch import (
+        choose_plan,
+        launch_key_gradient,
+        launch_query_gradient,
+    )
 
     plan = choose_plan(q.shape[-1], window, q.dtype, q.device)
-    dq, dk, dv, dsink = launch_backward(do, q, k, v, out, lse, sink, key_start, window, scale, plan)
+    dq, delta, dsink = launch_query_gradient(
+        do, q, k, v, out, lse, sink, key_start, window, scale, plan.query_gradient
+    )
+    dk, dv = launch_key_gradient(
+        do, q, k, v, lse, delta, key_start, window, scale, plan.key_gradient
+    )
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
 
 

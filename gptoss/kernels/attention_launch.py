@@ -83,7 +83,7 @@ def launch_forward(
     return out, lse
 
 
-def launch_backward(
+def launch_query_gradient(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -94,40 +94,55 @@ def launch_backward(
     key_start: Tensor | None,
     window: int | None,
     scale: float,
-    plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsink), the first three stored as (B, n, heads, D); dsink is None without a sink."""
-    _check_device(query_gradient_kernel, q)
+    tile: Tile,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dq, stored as (B, T, H, D), delta (B, H, T), and dsink, None without a sink."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    dq, dk, dv = map(empty_rows, (q, k, v))
-    if lse.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), None if sink is None else torch.zeros_like(sink)
-    delta = torch.empty_like(lse)
-    tile = plan.query_gradient
+    dq, delta = empty_rows(q), torch.empty_like(lse)
     blocks = triton.cdiv(T, tile.queries)
-    dsink_parts = None if sink is None else lse.new_empty((B, H, blocks))
-    sizes = (H, H // K, T, S, window or 0, scale, scale * LOG2_E.value)
+    parts = None if sink is None else lse.new_empty((B, H, blocks))
+    if lse.numel():
+        with torch.cuda.device_of(q):
+            query_gradient_kernel[(B * H * blocks,)](
+                *_describe(tile.queries, do, q),
+                *_describe(tile.keys, k, v),
+                *_describe(tile.queries, out, dq),
+                *(lse, delta, sink, parts, key_start),
+                *(H, H // K, T, S, window or 0, scale, scale * LOG2_E.value),
+                HAS_SINK=sink is not None,
+                **_constants(D, window, key_start, tile),
+            )
+    if sink is None or parts is None:
+        return dq, delta, None
+    return dq, delta, parts.sum((0, 2)).to(sink.dtype)
+
+
+def launch_key_gradient(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    key_start: Tensor | None,
+    window: int | None,
+    scale: float,
+    tile: Tile,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv, stored as (B, S, K, D)."""
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    dk, dv = empty_rows(k), empty_rows(v)
+    if lse.numel() == 0:
+        return dk.zero_(), dv.zero_()
     with torch.cuda.device_of(q):
-        query_gradient_kernel[(B * H * blocks,)](
-            *_describe(tile.queries, do, q),
-            *_describe(tile.keys, k, v),
-            *_describe(tile.queries, out, dq),
-            *(lse, delta, sink, dsink_parts, key_start),
-            *sizes,
-            HAS_SINK=sink is not None,
-            **_constants(D, window, key_start, tile),
-        )
-        tile = plan.key_gradient
         key_gradient_kernel[(B * K * triton.cdiv(S, tile.keys),)](
             *_describe(tile.queries, do, q),
             *_describe(tile.keys, k, v, dk, dv),
             *(lse, delta, key_start),
-            *sizes,
+            *(H, H // K, T, S, window or 0, scale, scale * LOG2_E.value),
             **_constants(D, window, key_start, tile),
         )
-    if sink is None or dsink_parts is None:
-        return dq, dk, dv, None
-    return dq, dk, dv, dsink_parts.sum((0, 2)).to(sink.dtype)
+    return dk, dv
 
 
 def empty_rows(tensor: Tensor) -> Tensor:
