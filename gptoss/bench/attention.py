@@ -129,16 +129,10 @@ def check(dtype: torch.dtype) -> dict[str, float]:
             if window == 1:
                 do = torch.ones(1, device=device, dtype=dtype).expand(2, 6, T, D)
             pairs = []
-            for attend, wide in (
-                (triton_attention, None),
-                (manual_causal_attention, torch.float64),
-            ):
-                leaves = [
-                    t.detach()
-                    .to(wide if t.dtype == dtype else max(t.dtype, wide, key=lambda d: d.itemsize))
-                    .requires_grad_()
-                    for t in inputs
-                ]
+            attends: tuple[Attend, Attend] = (triton_attention, manual_causal_attention)
+            for attend in attends:
+                exact = attend is manual_causal_attention
+                leaves = [(t.double() if exact else t).detach().requires_grad_() for t in inputs]
                 q, k, v, sink = leaves
                 out = attend(q, k, v, window, sink, key_start=key_start)
                 pairs.append([out, *torch.autograd.grad(out, leaves, do.to(out.dtype))])
