@@ -51,6 +51,7 @@ def plan_batches(
     world_size: int = 1,
     predicted_gib: Callable[[int], float] | None = None,
     limit_gib: float | None = None,
+    auto_at_most: int | None = None,
 ) -> BatchPlan:
     """Cut a step for a number of processes, keeping its tokens.
 
@@ -60,6 +61,7 @@ def plan_batches(
         world_size: processes.
         predicted_gib: micro-batch → predicted peak memory of one process, GiB.
         limit_gib: what one process may use, GiB; None knows no limit.
+        auto_at_most: the largest micro-batch that "auto" takes; on a CPU a larger one gains nothing.
 
     Returns:
         the plan; "auto" takes the largest micro-batch that divides each process's share and is predicted to fit.
@@ -92,6 +94,8 @@ def plan_batches(
         if fits(wanted):
             return BatchPlan(wanted, share // wanted, world_size, seq_len)
     fitting = [m for m in candidates if fits(m)]
+    if not isinstance(wanted, int) and auto_at_most is not None:
+        fitting = [m for m in fitting if m <= auto_at_most]
     if predicted_gib is not None and not fitting:
         raise ValueError(
             f"one sequence of {seq_len:,} tokens is predicted to take {predicted_gib(1):.1f} GiB, more than the "

@@ -9,7 +9,8 @@ import torch
 from gptoss.config import RunConfig
 from gptoss.training.checkpoint import CheckpointManager
 from gptoss.training.distributed import World
-from gptoss.training.plan import BatchPlan, plan_batches
+from gptoss.training.memory import predict_run_memory
+from gptoss.training.plan import AUTO_REFERENCE, BatchPlan, plan_batches, sequences_per_step
 from gptoss.training.run_data import RunData, open_run_data
 
 
@@ -18,7 +19,7 @@ class Preflight:
     """A run that can start.
 
     `first_step` is the step to go on from, `resumes` whether a checkpoint is loaded, `checkpoints` the complete steps
-    in the directory. Memory in GiB, None where it is not known.
+    in the directory. Memory in GiB; the limit is None where it is not known.
     """
 
     data: RunData
@@ -26,7 +27,7 @@ class Preflight:
     first_step: int
     resumes: bool
     checkpoints: list[int]
-    predicted_gib: float | None
+    predicted_gib: float
     limit_gib: float | None
 
 
@@ -41,14 +42,30 @@ def check_run(run: RunConfig, resume: str | int, world: World) -> Preflight:
     Raises:
         ValueError, OSError: what is wrong, in one line.
     """
+    training, on_gpu = run.training, world.device.type == "cuda"
     limit = device_memory_gib(world.device)
+    share = max(1, sequences_per_step(training) // world.size)
 
     def predicted(micro_batch: int) -> float:
-        return predicted_memory_gib(run, world, micro_batch)
+        return predict_run_memory(
+            run.model,
+            training,
+            micro_batch,
+            accumulation=max(1, share // micro_batch),
+            world_size=world.size,
+            device="cuda" if on_gpu else "cpu",
+        ).gib
 
-    check_directory(Path(run.training.save_dir))
+    check_directory(Path(training.save_dir))
+    if training.sample_interval and not training.sample_prompt:
+        raise ValueError("training.sample_prompt is empty: give a text to go on from, as in 'def '")
     batch = plan_batches(
-        run.training, run.model.max_seq_len, world.size, predicted if limit else None, limit
+        training,
+        run.model.max_seq_len,
+        world.size,
+        predicted,
+        limit,
+        auto_at_most=None if on_gpu else AUTO_REFERENCE,
     )
     first_step, resumes, checkpoints = world.from_main(lambda: find_start(run, resume))
     data = open_run_data(run, world)
@@ -123,11 +140,10 @@ def find_start(run: RunConfig, resume: str | int) -> tuple[int, bool, list[int]]
 
 
 def device_memory_gib(device: torch.device) -> float | None:
-    """What a process may use of its GPU: free memory less 5% for fragmentation; None on a CPU."""
-    if device.type != "cuda":
+    """What a process may use: 95% of what is free on its GPU, or of the machine's memory; None where nobody can say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * 0.95 / 2**30
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 0.95 / 2**30
+    except (AttributeError, ValueError, OSError):  # not on Windows
         return None
-    return torch.cuda.mem_get_info(device)[0] * 0.95 / 2**30
-
-
-def predicted_memory_gib(run: RunConfig, world: World, micro_batch: int) -> float:
-    return 0.0

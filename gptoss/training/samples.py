@@ -20,6 +20,7 @@ def write_sample(
     """
     if tokenizer is None:
         return None
+    room = built.model.cfg.eval_max_seq_len - len(tokenizer.encode(prompt))
     device = world.device.type
     enabled = built.autocast is not None
     was_training = built.model.training
@@ -28,7 +29,7 @@ def write_sample(
         result = generate_with_result(
             built.model,
             prompt,
-            MAX_NEW_TOKENS,
+            max(0, min(MAX_NEW_TOKENS, room)),
             temperature=TEMPERATURE,
             top_p=TOP_P,
             stop_ids=[tokenizer.eos_token_id],

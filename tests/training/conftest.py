@@ -7,6 +7,7 @@ import pytest
 from small_run import small_config, write_shards
 
 from gptoss.config import RunConfig
+from gptoss.data.prepare import prepare
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +26,15 @@ def small_run(shards: Path, tmp_path: Path) -> Callable[..., RunConfig]:
         return small_config(shards, tmp_path / name, **settings)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text that went through `prepare`: tokenizer.json, train/ and validation/."""
+    root = tmp_path_factory.mktemp("text")
+    (root / "texts").mkdir()
+    for number in range(40):
+        lines = [f"def f_{number}_{i}(x):\n    return x + {i}\n" for i in range(12)]
+        (root / "texts" / f"{number:02d}.py").write_text("\n".join(lines))
+    prepare(root / "texts", root / "data", vocab_size=300, val_fraction=0.2, progress=False)
+    return root / "data"
