@@ -80,13 +80,13 @@ def _experts(
     x, w1, w3, w2 = _padded(x, w1, w3, w2)
     rows, row_weights = gather_rows(x, order, k, weights)
     assert row_weights is not None
-    table = tile_table(counts, rows.shape[0], tiles["swiglu"].m)
+    table = tile_table(counts, rows.shape[0], tiles["swiglu"].height)
     hidden, gate_up = swiglu_persistent(
         rows, table, w1, w3, tiles["swiglu"], row_weights=row_weights, keep=not recompute
     )
-    if tiles["rows"].m != table.tile_rows:
-        table = tile_table(counts, rows.shape[0], tiles["rows"].m)
-    y = grouped_rows(hidden, table, (w2,), tiles["rows"], transposed=True)
+    if tiles["down"].height != table.tile_rows:
+        table = tile_table(counts, rows.shape[0], tiles["down"].height)
+    y = grouped_rows(hidden, table, (w2,), tiles["down"], transposed=True)
     out = sum_rows(y, inverse, k)[:, :width].contiguous()
     return out, x.new_empty(0) if gate_up is None else gate_up, row_weights
 
@@ -126,14 +126,14 @@ def _experts_backward(
     hidden: Tensor | None
     d_row_weights: Tensor | None
     if gate_up.numel() or n_rows == 0:
-        table = tile_table(counts, n_rows, tiles["derivative"].m)
+        table = tile_table(counts, n_rows, tiles["derivative"].height)
         d_gate_up, hidden, d_row_weights = swiglu_derivative_kept(
             d_y, table, w2, gate_up, row_weights, tiles["derivative"]
         )
     else:
-        table = tile_table(counts, n_rows, tiles["rows"].m)
-        d_hidden = grouped_rows(d_y, table, (w2,), tiles["rows"], transposed=False)
-        table = tile_table(counts, n_rows, tiles["swiglu_backward"].m)
+        table = tile_table(counts, n_rows, tiles["down"].height)
+        d_hidden = grouped_rows(d_y, table, (w2,), tiles["down"], transposed=False)
+        table = tile_table(counts, n_rows, tiles["swiglu_backward"].height)
         d_gate_up, hidden, d_row_weights = swiglu_derivative_recomputed(
             d_hidden, rows, table, w1, w3, tiles["swiglu_backward"], row_weights=row_weights
         )
@@ -141,13 +141,13 @@ def _experts_backward(
     assert d_row_weights is not None
     dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
     dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
-    grouped_weight_gradient(d_y, hidden, table, (dw2,), tiles["weights"])
+    grouped_weight_gradient(d_y, hidden, table, (dw2,), tiles["weights_down"])
     del hidden, d_y
     grouped_weight_gradient(d_gate_up, rows, table, (dw1, dw3), tiles["weights"])
     del rows
-    if tiles["rows"].m != table.tile_rows:
-        table = tile_table(counts, n_rows, tiles["rows"].m)
-    d_rows = grouped_rows(d_gate_up, table, (w1, w3), tiles["rows"], transposed=False)
+    if tiles["input"].height != table.tile_rows:
+        table = tile_table(counts, n_rows, tiles["input"].height)
+    d_rows = grouped_rows(d_gate_up, table, (w1, w3), tiles["input"], transposed=False)
     return (
         sum_rows(d_rows, inverse, k)[:, :width].contiguous(),
         d_row_weights[inverse].view(weights.shape).to(weights.dtype),

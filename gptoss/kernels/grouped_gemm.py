@@ -16,10 +16,9 @@ from torch import Tensor
 from gptoss.kernels.descriptors import describable, describe, describe_pair
 from gptoss.kernels.expert_tiles import TileTable, grouped_order
 from gptoss.kernels.launch import programs
-from gptoss.kernels.swiglu_epilogue import load_weights, store_derivative
+from gptoss.kernels.rows_epilogue import DERIVATIVE, PLAIN, finish_rows
+from gptoss.kernels.rows_forms import rows_specialized, rows_tall
 from gptoss.kernels.tuning import Tiles
-
-PLAIN, DERIVATIVE = tl.constexpr(0), tl.constexpr(1)
 
 
 def grouped_rows(
@@ -45,6 +44,13 @@ def grouped_rows(
     Source: chapter 10, version 5.
     """
     out = a.new_empty(a.shape[0], weights[0].shape[1 if transposed else 2])
+    depth = weights[0].shape[2 if transposed else 1]
+    if a.shape[0] and tiles.form == "tall":
+        rows_tall(a, table, weights, tiles, transposed, out)
+        return out
+    if a.shape[0] and tiles.form == "specialized" and depth % tiles.k == 0:
+        rows_specialized(a, table, weights, tiles, transposed, out)
+        return out
     _launch_rows(a, table, weights, tiles, transposed, out, PLAIN)
     return out
 
@@ -177,66 +183,10 @@ def _rows_kernel(
             y = tl.dot(a, b, y, input_precision="ieee")
 
         rows = first_row + tl.arange(0, BLOCK_M)
-        _finish(
+        finish_rows(
             y, rows, first_row, end, first_column, column_tile * PIECES, gate_up_desc, out, hidden,
             row_weights, parts, n_rows, width, BLOCK_M, BLOCK_N, EPILOGUE, PIECES,
         )  # fmt: skip
-
-
-@triton.jit
-def _finish(
-    y, rows, first_row, end, first_column, part, gate_up_desc, out, hidden, row_weights, parts, n_rows, width,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, EPILOGUE: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    if (
-        PIECES > 1
-    ):  # one column half after the other, so that fewer registers and less shared memory are in use at once
-        HALF: tl.constexpr = WIDTH // 2
-        y_0, y_1 = y.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
-        _finish(
-            y_0, rows, first_row, end, first_column, part, gate_up_desc, out, hidden,
-            row_weights, parts, n_rows, width, ROWS, HALF, EPILOGUE, PIECES // 2,
-        )  # fmt: skip
-        _finish(
-            y_1, rows, first_row, end, first_column + HALF, part + PIECES // 2, gate_up_desc, out, hidden,
-            row_weights, parts, n_rows, width, ROWS, HALF, EPILOGUE, PIECES // 2,
-        )  # fmt: skip
-    else:
-        _finish_piece(
-            y, rows, first_row, end, first_column, part, gate_up_desc, out, hidden,
-            row_weights, parts, n_rows, width, WIDTH, EPILOGUE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _finish_piece(
-    y, rows, first_row, end, first_column, part, gate_up_desc, out, hidden,
-    row_weights, parts, n_rows, width,
-    WIDTH: tl.constexpr, EPILOGUE: tl.constexpr,
-):  # fmt: skip
-    columns = first_column + tl.arange(0, WIDTH)
-    in_run = rows < end
-    mask = in_run[:, None] & (columns < width)[None, :]
-    if EPILOGUE == DERIVATIVE:
-        weight = load_weights(row_weights, rows, in_run)
-        gate = gate_up_desc.load([first_row, first_column]).to(tl.float32)
-        up = gate_up_desc.load([first_row, width + first_column]).to(tl.float32)
-        gate, up = _tied(gate, y), _tied(up, y)
-        store_derivative(
-            gate, up, y, weight, rows, in_run, columns, mask, part, hidden, out, parts, n_rows, width
-        )  # fmt: skip
-    else:
-        at = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
-        tl.store(at, y.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _tied(value, anchor):
-    """The value itself, in a form that hangs on the anchor.
-
-    Left free, the compiler computes all that follows from ``value`` twice, once for each layout that is stored.
-    """
-    return tl.where(anchor == anchor, value, value + 0.0)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_experts"])

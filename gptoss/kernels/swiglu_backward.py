@@ -35,7 +35,7 @@ def swiglu_backward(
     Args:
         d_hidden: (R, F) incoming gradient; any strides, stride 0 too.
         x_sorted, counts, w1, w3: the forward pass's inputs; any strides.
-        tiles: block sizes under "swiglu_backward", "rows" and "weights".
+        tiles: block sizes under "swiglu_backward", "input" and "weights".
 
     Returns:
         dL/dx_sorted, dL/dw1, dL/dw3.
@@ -46,13 +46,13 @@ def swiglu_backward(
     x = describable(pad_to_engine(x_sorted, (1,)))
     w1, w3 = (describable(pad_to_engine(w, (1, 2))) for w in (w1, w3))
     d_hidden = pad_to_engine(d_hidden, (1,))
-    table = tile_table(counts, n_rows, tiles["swiglu_backward"].m)
+    table = tile_table(counts, n_rows, tiles["swiglu_backward"].height)
     d_gate_up, _, _ = swiglu_derivative_recomputed(
         d_hidden, x, table, w1, w3, tiles["swiglu_backward"]
     )
-    if tiles["rows"].m != table.tile_rows:
-        table = tile_table(counts, n_rows, tiles["rows"].m)
-    dx = grouped_rows(d_gate_up, table, (w1, w3), tiles["rows"], transposed=False)
+    if tiles["input"].height != table.tile_rows:
+        table = tile_table(counts, n_rows, tiles["input"].height)
+    dx = grouped_rows(d_gate_up, table, (w1, w3), tiles["input"], transposed=False)
     dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
     grouped_weight_gradient(d_gate_up, x, table, (dw1, dw3), tiles["weights"])
     return (

@@ -19,10 +19,14 @@ from torch import Tensor
 from gptoss.kernels.descriptors import describable, describe, describe_pair
 from gptoss.kernels.expert_tiles import TileTable, grouped_order
 from gptoss.kernels.launch import programs
-from gptoss.kernels.swiglu_epilogue import load_weights, store_derivative, store_hidden
+from gptoss.kernels.swiglu_epilogue import (
+    DERIVATIVE,
+    HIDDEN,
+    HIDDEN_AND_KEEP,
+    finish_swiglu,
+)
+from gptoss.kernels.swiglu_forms import swiglu_specialized, swiglu_tall
 from gptoss.kernels.tuning import Tiles
-
-HIDDEN, HIDDEN_AND_KEEP, DERIVATIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 def swiglu_persistent(
@@ -56,6 +60,12 @@ def swiglu_persistent(
     n_rows, ffn = x_sorted.shape[0], w1.shape[1]
     hidden = x_sorted.new_empty(n_rows, ffn)
     gate_up = x_sorted.new_empty(n_rows, 2 * ffn) if keep else None
+    if n_rows == 0:
+        return hidden, gate_up
+    if tiles.form != "plain":
+        run = swiglu_tall if tiles.form == "tall" else swiglu_specialized
+        run(x_sorted, table, w1, w3, tiles, row_weights, hidden, gate_up)
+        return hidden, gate_up
     mode = HIDDEN_AND_KEEP if keep else HIDDEN
     _launch(x_sorted, table, w1, w3, tiles, mode, row_weights, hidden, gate_up, None, None)
     return hidden, gate_up
@@ -143,69 +153,7 @@ def _persistent_kernel(
         if SWAPPED:
             gate, up = up, gate
         rows = first_row + tl.arange(0, BLOCK_M)
-        _finish(
+        finish_swiglu(
             gate, up, rows, first_row, end, first_column, column_tile * PIECES, d_desc, hidden, gate_up,
             row_weights, parts, n_rows, ffn, BLOCK_M, BLOCK_N, MODE, PIECES,
         )  # fmt: skip
-
-
-@triton.jit
-def _finish(
-    gate, up, rows, first_row, end, first_column, part, d_desc, hidden, gate_up, row_weights, parts, n_rows, ffn,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    if (
-        PIECES > 1
-    ):  # one column half after the other, so that fewer registers and less shared memory are in use at once
-        HALF: tl.constexpr = WIDTH // 2
-        gate_0, gate_1 = gate.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
-        up_0, up_1 = up.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
-        _finish(
-            gate_0, up_0, rows, first_row, end, first_column, part, d_desc, hidden, gate_up,
-            row_weights, parts, n_rows, ffn, ROWS, HALF, MODE, PIECES // 2,
-        )  # fmt: skip
-        _finish(
-            gate_1, up_1, rows, first_row, end, first_column + HALF, part + PIECES // 2, d_desc, hidden, gate_up,
-            row_weights, parts, n_rows, ffn, ROWS, HALF, MODE, PIECES // 2,
-        )  # fmt: skip
-    else:
-        _finish_piece(
-            gate, up, rows, first_row, end, first_column, part, d_desc, hidden, gate_up,
-            row_weights, parts, n_rows, ffn, WIDTH, MODE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _finish_piece(
-    gate, up, rows, first_row, end, first_column, part, d_desc, hidden, gate_up,
-    row_weights, parts, n_rows, ffn,
-    WIDTH: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
-    columns = first_column + tl.arange(0, WIDTH)
-    in_run = rows < end
-    mask = in_run[:, None] & (columns < ffn)[None, :]
-    weight = load_weights(row_weights, rows, in_run)
-    if MODE == DERIVATIVE:
-        d = d_desc.load([first_row, first_column])
-        store_derivative(
-            gate,
-            up,
-            d,
-            weight,
-            rows,
-            in_run,
-            columns,
-            mask,
-            part,
-            hidden,
-            gate_up,
-            parts,
-            n_rows,
-            ffn,
-        )
-    else:
-        if MODE == HIDDEN_AND_KEEP:
-            at = gate_up + rows.to(tl.int64)[:, None] * (2 * ffn) + columns[None, :]
-            tl.store(at, gate.to(gate_up.dtype.element_ty), mask=mask)
-            tl.store(at + ffn, up.to(gate_up.dtype.element_ty), mask=mask)
-        store_hidden(gate, up, weight, rows, columns, mask, hidden, ffn)

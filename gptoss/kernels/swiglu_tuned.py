@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gptoss.kernels.expert_tiles import grouped_order, tile_table
+from gptoss.kernels.swiglu_epilogue import sigmoid
 from gptoss.kernels.tuning import Tiles
 
 
@@ -99,6 +100,6 @@ def _tuned_kernel(
         w1_ptrs += BLOCK_K * stride_wc
         w3_ptrs += BLOCK_K * stride_wc
 
-    hidden = gate * tl.sigmoid(gate) * up
+    hidden = gate * sigmoid(gate) * up
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * stride_or + column[None, :]
     tl.store(out_ptrs, hidden.to(out_ptr.dtype.element_ty), mask=in_run[:, None] & in_ffn[None, :])

@@ -23,7 +23,8 @@ class Tiles:
 
     ``group`` row tiles are walked together; ``warps`` and ``stages`` are Triton's num_warps and num_stages; persistent kernels
     start ``per_sm`` programs on each multiprocessor; ``flatten`` lets a program fetch its next tile during an epilogue;
-    ``specialize`` gives copying and computing to different warps; ``pieces`` (1, 2 or 4) says in how many column pieces a result is stored; ``registers`` caps those of a thread.
+    ``form`` is "plain", "tall" or "specialized" (see ``swiglu_forms``);
+    ``pieces`` (1, 2 or 4) says in how many column pieces a result is stored; ``registers`` caps those of a thread.
     """
 
     m: int
@@ -34,36 +35,46 @@ class Tiles:
     group: int = 8
     per_sm: int = 1
     flatten: bool = True
-    specialize: bool = False
+    form: str = "plain"
     pieces: int = 1
     registers: int | None = None
 
+    @property
+    def height(self) -> int:
+        """Rows of the tiles that the table must be cut in."""
+        return self.m * 3 // 2 if self.form == "tall" else self.m
+
 
 # Kernel names: "tuned" (version 3), "swiglu" (version 4, forward), "swiglu_backward" (derivative by recomputation),
-# "derivative" (derivative from kept gate and up), "rows" (down projection, input gradient), "weights" (weight gradients).
-INTERPRETER = {
-    name: Tiles(16, 32, 32, 4, 2, group=2)
-    for name in ("tuned", "swiglu", "swiglu_backward", "derivative", "rows", "weights")
-}
+# "derivative" (derivative from kept gate and up), "down" (down projection), "input" (input gradient), "weights" (dW1 and dW3),
+# "weights_down" (dW2).
+KERNELS = (
+    *("tuned", "swiglu", "swiglu_backward", "derivative"),
+    *("down", "input", "weights", "weights_down"),
+)
+INTERPRETER = {name: Tiles(16, 32, 32, 4, 2, group=2) for name in KERNELS}
 HOPPER_16_BIT = {
     "tuned": Tiles(128, 128, 64, 8, 3),
-    "swiglu": Tiles(128, 128, 64, 8, 4, pieces=2),
-    "swiglu_backward": Tiles(128, 128, 64, 8, 3, pieces=2),
-    "derivative": Tiles(128, 128, 64, 8, 3, per_sm=2),
-    "rows": Tiles(128, 256, 64, 8, 3, pieces=2),
-    "weights": Tiles(128, 256, 64, 8, 3),
+    "swiglu": Tiles(128, 128, 64, 8, 4, pieces=4),
+    "swiglu_backward": Tiles(128, 128, 64, 8, 3, pieces=4),
+    "derivative": Tiles(128, 128, 64, 8, 3, pieces=4),
+    "down": Tiles(128, 256, 64, 8, 4, pieces=4),
+    "input": Tiles(128, 256, 64, 8, 4, pieces=4),
+    "weights": Tiles(128, 256, 64, 8, 4),
+    "weights_down": Tiles(128, 256, 64, 8, 4),
 }
 AMPERE_16_BIT = {
     "tuned": Tiles(128, 64, 64, 8, 3),
     "swiglu": Tiles(128, 64, 32, 8, 3, flatten=False),
     "swiglu_backward": Tiles(128, 64, 32, 8, 3, flatten=False),
     "derivative": Tiles(128, 128, 32, 8, 3, flatten=False),
-    "rows": Tiles(128, 128, 32, 8, 3, flatten=False),
+    "down": Tiles(128, 128, 32, 8, 3, flatten=False),
+    "input": Tiles(128, 128, 32, 8, 3, flatten=False),
     "weights": Tiles(128, 128, 32, 8, 3),
+    "weights_down": Tiles(128, 128, 32, 8, 3),
 }
 SMALL = {  # 32-bit rows, and GPUs with little shared memory
-    name: Tiles(64, 32, 32, 4, 2, flatten=False)
-    for name in ("tuned", "swiglu", "swiglu_backward", "derivative", "rows", "weights")
+    name: Tiles(64, 32, 32, 4, 2, flatten=False) for name in KERNELS
 }
 
 

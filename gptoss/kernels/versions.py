@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gptoss.kernels.tuning import COPY_ENGINE_FROM, Tiles, tiles_for
+from gptoss.kernels.tuning import COPY_ENGINE_FROM, KERNELS, Tiles, tiles_for
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 VERSIONS = ("auto", "documents", "tuned", "persistent")
-KERNELS = ("tuned", "swiglu", "swiglu_backward", "derivative", "rows", "weights")
 
 logger = logging.getLogger(__name__)
 
