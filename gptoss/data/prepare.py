@@ -23,7 +23,7 @@ from gptoss.data.documents import is_validation
 from gptoss.data.encoding import SPLITS, chunks, encode_chunks
 from gptoss.data.manifest import FORMAT_VERSION, MANIFEST, read_manifest
 from gptoss.data.progress import ByteProgress
-from gptoss.data.retrieval import retrieval_lines
+from gptoss.data.retrieval import retrieval_words
 from gptoss.data.shards import ShardWriter
 from gptoss.data.tokenizers import Tokenizer, train_tokenizer
 
@@ -184,7 +184,7 @@ def _sample(corpus: Corpus, settings: dict[str, Any], bar: ByteProgress) -> Iter
     limit, size = settings["tokenizer_bytes"], corpus.size_bytes
     share = 1.0 if size is None else min(1.0, limit / max(1, size))
     if settings["retrieval_names"]:
-        yield from retrieval_lines()
+        yield from retrieval_words()
     read = 0
     for document in corpus.read(None):
         held_out = is_validation(document.key, settings["val_fraction"])

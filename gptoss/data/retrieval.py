@@ -10,6 +10,7 @@ trained. Near misses (same name, other sentence) reward a large margin between t
 what survives when the number of competing positions grows from 4,096 to 131,072.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -174,11 +175,11 @@ class RetrievalDataset:
         return insert_retrieval(tokens, rng, self.tokenizer, *counts)
 
 
-def retrieval_lines(repeats: int = 500) -> Iterator[str]:
-    """Text for a tokenizer's training in which every name is frequent, so that each becomes one token.
+def retrieval_words(repeats: int = 4000) -> Iterator[str]:
+    """Text for a tokenizer's training in which the lines' words are frequent, so that each becomes one token.
 
-    A name of one token is matched by one head; a name in pieces first has to be put together.
+    A name of one token is matched by one head; a name in pieces first has to be put together. At rank 4,096 of the
+    merges a pair occurs some hundred times in 64 MiB of code, so 4,000 are enough.
     """
-    for _ in range(repeats):
-        for name in NAMES:
-            yield KEY_LINE.format(name=name, key="") + QUESTION.format(name=name)
+    for word in (*NAMES, *re.findall(r"[a-z]{3,}", KEY_LINE.format(name="", key=""))):
+        yield f" {word}" * repeats

@@ -14,7 +14,7 @@ from gptoss.data.retrieval import (
     QUESTION,
     RetrievalDataset,
     insert_retrieval,
-    retrieval_lines,
+    retrieval_words,
 )
 from gptoss.data.shards import ShardWriter
 from gptoss.data.tokenizers import Tokenizer, train_tokenizer
@@ -22,7 +22,7 @@ from gptoss.data.tokenizers import Tokenizer, train_tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train_tokenizer(retrieval_lines(20), 600)
+    return train_tokenizer(retrieval_words(20), 600)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_window_too_short_for_its_lines_is_refused(tokenizer, window):
 
 
 def test_the_tokenizers_sample_text_makes_each_name_one_token():
-    tokenizer = train_tokenizer([*retrieval_lines(), "def f(x):\n    return x\n" * 50], 1024)
+    tokenizer = train_tokenizer([*retrieval_words(), "def f(x):\n    return x\n" * 50], 1024)
     for name in NAMES:
         assert len(tokenizer.encode(f" {name}")) == 1
     # so every key line, question and answer is as long as every other
