@@ -1,0 +1,284 @@
+"""The command line: one line and exit code 2 for what a user got wrong, nothing half-written, and the main job."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gptoss.cli import main
+from gptoss.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, load_config
+
+COMMANDS = ("pretrain", "prepare", "generate", "passkey", "kv-cache")
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    """Run a command in this process: (exit code, standard output, standard error)."""
+    with pytest.raises(SystemExit) as left:
+        main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return int(left.value.code or 0), captured.out, captured.err
+
+
+def fails(capsys, *arguments: object) -> str:
+    """Run a command that must fail with one line and exit code 2; returns the line."""
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("gptoss: ")
+    assert "Traceback" not in err
+    return err
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(40):
+        lines = [f"def f_{number}_{i}(x):\n    return x + {i}\n" for i in range(12)]
+        (folder / f"{number:02d}.py").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(texts, tmp_path_factory) -> Path:
+    """`prepare` and `pretrain` through the command line: the directory of the run."""
+    root = tmp_path_factory.mktemp("trained")
+    with pytest.raises(SystemExit) as left:
+        main(
+            [
+                "prepare",
+                str(texts),
+                str(root / "data"),
+                "--vocab-size",
+                "300",
+                "--val-fraction",
+                "0.2",
+            ]
+        )
+    assert not left.value.code
+    config = root / "run.yaml"
+    config.write_text(yaml.safe_dump(small(root / "data", root / "run").to_dict()))
+    with pytest.raises(SystemExit) as left:
+        main(["pretrain", "--config", str(config), "--set", "training.lr=2e-2", "--quiet"])
+    assert not left.value.code
+    return root / "run"
+
+
+def small(data: Path, save_dir: Path) -> RunConfig:
+    model = ModelConfig(
+        **{"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2},
+        **{"head_dim": 8, "ffn_dim": 16, "n_routed_experts": 4, "window_size": 8},
+        **{"yarn_scale_factor": 2, "yarn_original_max_seq_len": 32, "yarn_target_seq_len": 128},
+        **{"max_seq_len": 32, "eval_max_seq_len": 128, "dtype": "fp32"},
+    )
+    training = TrainingConfig(
+        **{"micro_batch_size": 2, "gradient_accumulation_steps": 1, "total_steps": 6},
+        **{"warmup_steps": 1, "lr": 1e-3, "grad_checkpoint": False, "compile": False},
+        **{"save_interval": 3, "log_interval": 2, "rope": "plain", "validation_batches": 1},
+        save_dir=str(save_dir),
+    )
+    return RunConfig(model, training, DataConfig(train_data_path=str(data)))
+
+
+@pytest.fixture
+def config_file(trained, tmp_path) -> Path:
+    """The trained run's configuration, saving elsewhere."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(small(trained.parent / "data", tmp_path / "run").to_dict()))
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_a_page_of_help(capsys, command):
+    code, out, err = run(capsys, command, "--help")
+    assert code == 0
+    assert "Usage" in out
+    assert err == ""
+    assert len(out.splitlines()) < 70
+
+
+def test_no_command_shows_the_commands(capsys):
+    _, out, err = run(capsys)
+    assert all(command in out + err for command in COMMANDS)
+
+
+def test_python_m_gptoss_is_the_same():
+    command = [sys.executable, "-m", "gptoss", "kv-cache", "--no-allocate"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "2.00×" in done.stdout
+    assert done.stderr == ""
+
+
+def test_pretrain_then_generate(capsys, trained):
+    assert (trained / "model_step_6.safetensors").exists()
+    written = RunConfig.from_dict(json.loads((trained / "config.json").read_text()))
+    assert written.training.lr == 2e-2  # --set reached the run
+    arguments = ("generate", "--checkpoint", trained, "--prompt", "def ", "--max-new-tokens", 12)
+    code, out, err = run(capsys, *arguments, "--seed", 1)
+    assert code == 0
+    assert err == ""
+    assert out.startswith("def ")
+    assert run(capsys, *arguments, "--seed", 1)[1] == out
+    greedy = [
+        run(capsys, *arguments, "--temperature", 0, cache)[1] for cache in ("--cache", "--no-cache")
+    ]
+    assert greedy[0] == greedy[1]
+
+
+def test_pretrain_prints_the_plan_the_line_and_what_to_do_next(capsys, config_file, tmp_path):
+    code, out, err = run(capsys, "pretrain", "--config", config_file)
+    assert code == 0
+    assert err == ""
+    assert "64 tokens = 2 sequences × 1 micro-steps × 1 processes × 32 tokens" in out
+    assert "step=      6 | loss=" in out
+    assert "counting tokens alone gives" in out
+    assert f'gptoss generate --checkpoint {tmp_path / "run"} --prompt "def "' in out
+    code, out, _ = run(capsys, "pretrain", "--config", config_file)
+    assert code == 0
+    assert "[resume] going on from step 6" in out
+
+
+def test_max_steps_and_resume(capsys, config_file, tmp_path):
+    run(capsys, "pretrain", "--config", config_file, "--max-steps", 4, "--quiet")
+    assert (tmp_path / "run" / "model_step_4.safetensors").exists()
+    run(capsys, "pretrain", "--config", config_file, "--resume", 3, "--max-steps", 1, "--quiet")
+    line = fails(capsys, "pretrain", "--config", config_file, "--resume", 2)
+    assert "no complete checkpoint of step 2" in line
+    assert "holds checkpoints" in fails(
+        capsys, "pretrain", "--config", config_file, "--resume", "never"
+    )
+
+
+def test_the_passkey_table(capsys, trained, tmp_path):
+    arguments = ("passkey", "--checkpoint", trained, "--length", 100, "--trials", 2)
+    code, out, err = run(capsys, *arguments, "--out", tmp_path / "passkey.json")
+    assert code == 0, err
+    assert "95% interval" in out
+    assert json.loads((tmp_path / "passkey.json").read_text())["rows"][0]["trials"] == 2
+
+
+# What a user may get wrong, each with what must be in the one line.
+
+
+def test_an_unknown_key_names_its_nearest_neighbour(capsys, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("model:\n  n_layer: 4\n")
+    assert "'n_layer'; did you mean 'n_layers'?" in fails(capsys, "pretrain", "--config", path)
+
+
+def test_a_broken_rule_names_field_value_and_rule(capsys, config_file, tmp_path):
+    line = fails(capsys, "pretrain", "--config", config_file, "--set", "model.n_heads=5")
+    assert "ModelConfig.n_heads = 5: n_heads must be a multiple of n_kv_heads" in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.lr", "expected section.key=value"),
+        ("training.lr=fast", "TrainingConfig.lr = 'fast': expected float"),
+        ("trainig.lr=1", "did you mean 'training'?"),
+    ],
+)
+def test_a_bad_override(capsys, config_file, tmp_path, override, message):
+    assert message in fails(capsys, "pretrain", "--config", config_file, "--set", override)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_configuration_that_is_not_there(capsys):
+    line = fails(capsys, "pretrain", "--config", "tinny")
+    assert "'tinny'" in line
+    assert "tiny" in line.replace("tinny", "")
+
+
+def test_a_missing_corpus(capsys, config_file, tmp_path):
+    line = fails(
+        capsys, "pretrain", "--config", config_file, "--set", "data.train_data_path=/no/where"
+    )
+    assert "/no/where" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_corpus(capsys, config_file, tmp_path):
+    (tmp_path / "empty").mkdir()
+    line = fails(capsys, "prepare", tmp_path / "empty", tmp_path / "out")
+    assert str(tmp_path / "empty") in line
+    assert not (tmp_path / "out").exists()
+    place = f"data.train_data_path={tmp_path / 'empty'}"
+    assert "gptoss prepare" in fails(capsys, "pretrain", "--config", config_file, "--set", place)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_larger_than_the_models(capsys, config_file, tmp_path):
+    line = fails(capsys, "pretrain", "--config", config_file, "--set", "model.vocab_size=128")
+    assert "model.vocab_size = 128" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_cannot_be_written(capsys, config_file, tmp_path):
+    (tmp_path / "file").write_text("")
+    place = f"training.save_dir={tmp_path / 'file' / 'run'}"
+    assert "is a file" in fails(capsys, "pretrain", "--config", config_file, "--set", place)
+
+
+def test_an_empty_prompt(capsys, trained):
+    assert "prompt" in fails(capsys, "generate", "--checkpoint", trained, "--prompt", "")
+
+
+def test_a_prompt_that_is_too_long(capsys, trained):
+    line = fails(capsys, "generate", "--checkpoint", trained, "--prompt", "x = 1\n" * 100)
+    assert "eval_max_seq_len = 128" in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--temperature", -1, "temperature"),
+        ("--top-p", 2, "top_p"),
+        ("--max-new-tokens", -1, "max_new_tokens"),
+        ("--rope", "cubic", "rope"),
+        ("--step", 5, "5"),
+        ("--device", "cuda:99", "CUDA"),
+    ],
+)
+def test_a_bad_setting_of_generate(capsys, trained, option, value, message):
+    short = () if option == "--max-new-tokens" else ("--max-new-tokens", 4)
+    arguments = ("generate", "--checkpoint", trained, "--prompt", "a", *short, option, value)
+    assert message in fails(capsys, *arguments)
+
+
+def test_no_model_or_two(capsys, trained):
+    assert "one of the two" in fails(capsys, "generate", "--prompt", "a")
+    both = ("--checkpoint", trained, "--model", "nano")
+    assert "one of the two" in fails(capsys, "generate", "--prompt", "a", *both)
+
+
+def test_a_directory_without_a_run(capsys, tmp_path):
+    line = fails(capsys, "generate", "--prompt", "a", "--checkpoint", tmp_path / "nothing")
+    assert "no such directory" in line
+    assert "config.json: missing" in fails(
+        capsys, "generate", "--prompt", "a", "--checkpoint", tmp_path
+    )
+
+
+def test_prepare_without_a_place_to_write(capsys, texts):
+    assert "the directory to write" in fails(capsys, "prepare", texts)
+
+
+def test_an_unknown_option_is_a_usage_error(capsys):
+    code, _, err = run(capsys, "pretrain", "--confg", "tiny")
+    assert code == 2
+    assert "--config" in err
+
+
+def test_traceback_shows_where(trained):
+    with pytest.raises(ValueError, match="one of the two"):
+        main(["generate", "--prompt", "a", "--traceback"])
+
+
+@pytest.mark.parametrize("name", ["tiny", "pretrain_a100_502m"])
+def test_the_packaged_configurations_load(name):
+    assert load_config(name).training.total_steps > 0
