@@ -75,7 +75,8 @@ def pretrain(
     if result.validation:
         last = result.validation[-1]
         print(
-            f"validation loss {last.loss:.4f} nats a token; counting tokens alone gives {result.unigram_baseline:.4f}"
+            f"validation loss at step {last.step}: {last.loss:.4f} nats a token; counting tokens alone gives "
+            f"{result.unigram_baseline:.4f}"
         )
     if result.tokenizer is not None and result.stopped_by is None:
         prompt = run.training.sample_prompt

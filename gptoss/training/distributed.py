@@ -94,7 +94,10 @@ def join_world(device: torch.device | str | None = None) -> Iterator[World]:
         torch.cuda.set_device(chosen)
     mine = not dist.is_initialized()
     if mine:
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        if chosen.type == "cuda":
+            dist.init_process_group("nccl", device_id=chosen)
+        else:
+            dist.init_process_group("gloo")
     try:
         yield World(chosen, dist.get_rank(), dist.get_world_size())
     finally:
