@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,8 @@ from torch import Tensor
 from gptoss.bench.moe_inputs import Inputs, Shape, make_inputs
 from gptoss.bench.roofline import median_seconds
 from gptoss.kernels.expert_tiles import tile_table
-from gptoss.kernels.grouped_gemm import (
-    grouped_rows,
-    grouped_weight_gradient,
-    swiglu_derivative_kept,
-)
+from gptoss.kernels.grouped_rows import grouped_rows, swiglu_derivative_kept
+from gptoss.kernels.grouped_weights import Product, grouped_weight_gradients
 from gptoss.kernels.swiglu_persistent import swiglu_derivative_recomputed, swiglu_persistent
 from gptoss.kernels.swiglu_tuned import swiglu_tuned
 from gptoss.kernels.tuning import Tiles
@@ -100,11 +98,10 @@ CANDIDATES: dict[str, list[Tiles]] = {
     "down": ROWS,
     "input": ROWS,
     "weights": WEIGHTS,
-    "weights_down": WEIGHTS,
+    "weights all": WEIGHTS,
 }
-FLOPS_IN_RCF = dict.fromkeys(CANDIDATES, 4) | dict.fromkeys(
-    ("derivative", "down", "weights_down"), 2
-)
+FLOPS_IN_RCF = dict.fromkeys(CANDIDATES, 4) | {"derivative": 2, "down": 2, "weights all": 6}
+TRIAL_SECONDS = 150  # for a worker's whole share
 
 
 def runner(
@@ -120,10 +117,11 @@ def runner(
     def table() -> Any:
         return tile_table(counts, n_rows, tiles.height)
 
-    def weight_gradients(a: Tensor, b: Tensor, *like: Tensor) -> Tensor:
-        outs = tuple(torch.empty_like(w) for w in like)
-        grouped_weight_gradient(a, b, table(), outs, tiles)
-        return outs[-1]
+    def weight_gradients(every: bool) -> Tensor:
+        dw1, dw3, dw2 = (torch.empty_like(w) for w in (w1, w3, w2))
+        products = (Product(wide, rows, (dw1, dw3)), Product(rows, narrow, (dw2,)))
+        grouped_weight_gradients(products if every else products[:1], table(), tiles)
+        return dw2 if every else dw3
 
     if kernel == "tuned":
         return lambda: swiglu_tuned(rows, counts, w1, w3, tiles)
@@ -140,49 +138,74 @@ def runner(
         "derivative": lambda: swiglu_derivative_kept(rows, table(), w2, wide, weights, tiles),
         "down": lambda: grouped_rows(narrow, table(), (w2,), tiles, transposed=True),
         "input": lambda: grouped_rows(wide, table(), (w1, w3), tiles, transposed=False),
-        "weights": lambda: weight_gradients(wide, rows, w1, w3),
-        "weights_down": lambda: weight_gradients(rows, narrow, w2),
+        "weights": lambda: weight_gradients(False),
+        "weights all": lambda: weight_gradients(True),
     }
     return runs[kernel]
 
 
-def every() -> Iterator[tuple[str, Tiles]]:
-    """All candidates in a fixed order."""
-    for kernel, candidates in CANDIDATES.items():
-        for tiles in candidates:
-            yield kernel, tiles
+def every() -> list[tuple[str, Tiles]]:
+    """All candidates; the specialised ones last, since a compiler's fault there can hang a worker."""
+    found = [(kernel, tiles) for kernel, candidates in CANDIDATES.items() for tiles in candidates]
+    return sorted(found, key=lambda candidate: candidate[1].form == "specialized")
 
 
-def compile_share(part: int, parts: int) -> None:
-    """Run every parts-th candidate once on few rows, so that its binary lies in Triton's cache."""
+def try_share(part: int, parts: int) -> None:
+    """Run every parts-th candidate once on few rows: its binary is then in Triton's cache, and it is known to end."""
     inputs = make_inputs(Shape(tokens=512), torch.device("cuda"), torch.bfloat16)
-    for kernel, tiles in list(every())[part::parts]:
+    for number, (kernel, tiles) in enumerate(every()):
+        if number % parts != part:
+            continue
         try:
             runner(kernel, tiles, inputs)()
             torch.cuda.synchronize()
-        except Exception:  # the timing run reports it
-            continue
+            print(json.dumps({"number": number}), flush=True)
+        except Exception as problem:
+            reason = " ".join(str(problem).split())[:160]
+            print(json.dumps({"number": number, "error": reason}), flush=True)
+
+
+def try_all(workers: int) -> dict[int, str]:
+    """Try all candidates in parallel processes; the numbers of those that fail or do not end, with the reason."""
+    command = [sys.executable, "-m", "gptoss.bench.moe_sweep", "--try"]
+    jobs = [
+        subprocess.Popen([*command, f"{i}/{workers}"], stdout=subprocess.PIPE, text=True)
+        for i in range(workers)
+    ]
+    failed = dict.fromkeys(range(len(every())), "no answer in the trial")
+    deadline = time.monotonic() + TRIAL_SECONDS
+    for job in jobs:
+        try:
+            told, _ = job.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            job.kill()
+            told, _ = job.communicate()
+        for line in filter(lambda line: line.startswith("{"), told.splitlines()):
+            result = json.loads(line)
+            if "error" in result:
+                failed[result["number"]] = result["error"]
+            else:
+                failed.pop(result["number"], None)
+    return failed
 
 
 def sweep(shape: Shape | None = None, workers: int | None = None) -> list[dict[str, Any]]:
-    """Compile in parallel, then time each candidate and hold its result against the first of its kernel.
+    """Try in parallel, then time each candidate and hold its result against the first of its kernel.
 
     Returns:
         One row a candidate: kernel, block sizes, ms, TFLOP/s, difference; or the error.
     """
-    workers = workers or min(12, os.cpu_count() or 1)
-    command = [sys.executable, "-m", "gptoss.bench.moe_sweep", "--compile"]
-    jobs = [subprocess.Popen([*command, f"{i}/{workers}"]) for i in range(workers)]
-    for job in jobs:
-        job.wait()
+    failed = try_all(workers or min(14, os.cpu_count() or 1))
     shape = shape or Shape()
     inputs = make_inputs(shape, torch.device("cuda"), torch.bfloat16)
     n_rows = inputs.rows.shape[0]
     truth: dict[str, Tensor] = {}
     rows = []
-    for kernel, tiles in every():
+    for number, (kernel, tiles) in enumerate(every()):
         row: dict[str, Any] = {"kernel": kernel, **asdict(tiles)}
         try:
+            if number in failed:
+                raise RuntimeError(failed[number])
             run = runner(kernel, tiles, inputs)
             out = run()
             first = out if isinstance(out, Tensor) else out[0]
@@ -214,11 +237,11 @@ def _line(row: dict[str, Any]) -> str:
 def main() -> None:
     """Command line: sweep, print, and write JSON where `--out` says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--compile", help="internal: compile one share, PART/PARTS")
+    parser.add_argument("--try", dest="share", help="internal: try one share, PART/PARTS")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     arguments = parser.parse_args()
-    if arguments.compile:
-        compile_share(*map(int, arguments.compile.split("/")))
+    if arguments.share:
+        try_share(*map(int, arguments.share.split("/")))
         return
     rows = sweep()
     print("\nthe fastest of each:")

@@ -72,7 +72,7 @@ def _experts(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (out, gate and up or nothing, row weights); the last two are for the backward pass."""
     from gptoss.kernels.expert_tiles import tile_table
-    from gptoss.kernels.grouped_gemm import grouped_rows
+    from gptoss.kernels.grouped_rows import grouped_rows
     from gptoss.kernels.rows import gather_rows, sum_rows
     from gptoss.kernels.swiglu_persistent import swiglu_persistent
 
@@ -108,11 +108,8 @@ def _experts_backward(
     w1: Tensor, w3: Tensor, w2: Tensor, gate_up: Tensor, row_weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from gptoss.kernels.expert_tiles import tile_table
-    from gptoss.kernels.grouped_gemm import (
-        grouped_rows,
-        grouped_weight_gradient,
-        swiglu_derivative_kept,
-    )
+    from gptoss.kernels.grouped_rows import grouped_rows, swiglu_derivative_kept
+    from gptoss.kernels.grouped_weights import Product, grouped_weight_gradients
     from gptoss.kernels.rows import gather_rows, sum_rows
     from gptoss.kernels.swiglu_persistent import swiglu_derivative_recomputed
 
@@ -141,10 +138,9 @@ def _experts_backward(
     assert d_row_weights is not None
     dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
     dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
-    grouped_weight_gradient(d_y, hidden, table, (dw2,), tiles["weights_down"])
-    del hidden, d_y
-    grouped_weight_gradient(d_gate_up, rows, table, (dw1, dw3), tiles["weights"])
-    del rows
+    products = (Product(d_gate_up, rows, (dw1, dw3)), Product(d_y, hidden, (dw2,)))
+    grouped_weight_gradients(products, table, tiles["weights"])
+    del hidden, d_y, rows, products
     if tiles["input"].height != table.tile_rows:
         table = tile_table(counts, n_rows, tiles["input"].height)
     d_rows = grouped_rows(d_gate_up, table, (w1, w3), tiles["input"], transposed=False)

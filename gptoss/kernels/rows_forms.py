@@ -122,8 +122,8 @@ def _tall_kernel(
         y = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         rest = tl.zeros((HALF, BLOCK_N), dtype=tl.float32)
         for step in range(0, PAIRS * steps):
-            pair = step // steps
-            k = (step % steps) * BLOCK_K
+            pair = (step >= steps).to(tl.int32) if PAIRS == 2 else 0
+            k = (step - pair * steps) * BLOCK_K
             weight_pair = 1 - pair if SWAPPED else pair
             a = a_desc.load([pair, first_row, k]).reshape(BLOCK_M, BLOCK_K)
             a_rest = a_half_desc.load([pair, first_row + BLOCK_M, k]).reshape(HALF, BLOCK_K)

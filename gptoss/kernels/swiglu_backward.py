@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gptoss.kernels.descriptors import describable, pad_to_engine
 from gptoss.kernels.expert_tiles import tile_table
-from gptoss.kernels.grouped_gemm import grouped_rows, grouped_weight_gradient
+from gptoss.kernels.grouped_rows import grouped_rows
+from gptoss.kernels.grouped_weights import Product, grouped_weight_gradients
 from gptoss.kernels.swiglu_persistent import swiglu_derivative_recomputed
 from gptoss.kernels.tuning import Tiles
 
@@ -54,7 +55,7 @@ def swiglu_backward(
         table = tile_table(counts, n_rows, tiles["input"].height)
     dx = grouped_rows(d_gate_up, table, (w1, w3), tiles["input"], transposed=False)
     dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
-    grouped_weight_gradient(d_gate_up, x, table, (dw1, dw3), tiles["weights"])
+    grouped_weight_gradients((Product(d_gate_up, x, (dw1, dw3)),), table, tiles["weights"])
     return (
         dx[:, :width].contiguous(),
         dw1[:, :ffn, :width].contiguous(),

@@ -46,11 +46,10 @@ class Tiles:
 
 
 # Kernel names: "tuned" (version 3), "swiglu" (version 4, forward), "swiglu_backward" (derivative by recomputation),
-# "derivative" (derivative from kept gate and up), "down" (down projection), "input" (input gradient), "weights" (dW1 and dW3),
-# "weights_down" (dW2).
+# "derivative" (derivative from kept gate and up), "down" (down projection), "input" (input gradient), "weights" (their gradients).
 KERNELS = (
     *("tuned", "swiglu", "swiglu_backward", "derivative"),
-    *("down", "input", "weights", "weights_down"),
+    *("down", "input", "weights"),
 )
 INTERPRETER = {name: Tiles(16, 32, 32, 4, 2, group=2) for name in KERNELS}
 HOPPER_16_BIT = {
@@ -61,17 +60,15 @@ HOPPER_16_BIT = {
     "down": Tiles(128, 256, 64, 8, 4, pieces=4),
     "input": Tiles(128, 256, 64, 8, 4, pieces=4),
     "weights": Tiles(128, 256, 64, 8, 4),
-    "weights_down": Tiles(128, 256, 64, 8, 4),
 }
 AMPERE_16_BIT = {
     "tuned": Tiles(128, 64, 64, 8, 3),
     "swiglu": Tiles(128, 64, 32, 8, 3, flatten=False),
-    "swiglu_backward": Tiles(128, 64, 32, 8, 3, flatten=False),
-    "derivative": Tiles(128, 128, 32, 8, 3, flatten=False),
+    "swiglu_backward": Tiles(128, 64, 32, 8, 3, flatten=False, pieces=2),
+    "derivative": Tiles(128, 64, 32, 8, 3, flatten=False, pieces=2),
     "down": Tiles(128, 128, 32, 8, 3, flatten=False),
     "input": Tiles(128, 128, 32, 8, 3, flatten=False),
     "weights": Tiles(128, 128, 32, 8, 3),
-    "weights_down": Tiles(128, 128, 32, 8, 3),
 }
 SMALL = {  # 32-bit rows, and GPUs with little shared memory
     name: Tiles(64, 32, 32, 4, 2, flatten=False) for name in KERNELS

@@ -1,10 +1,9 @@
-"""The two other products of the backward and forward pass: rows times weights, and rows times rows.
+"""Rows times weights: each run of rows with its expert's matrix.
 
-``grouped_rows`` multiplies each run of rows with its expert's matrix: the down projection, and the input gradient as one
-product over gate and up together. ``grouped_weight_gradient`` multiplies the transposed run of one array with the run of
-another: the weight gradients. Both fetch tiles by descriptors, as version 4 does.
+The down projection; the input gradient, one product over gate and up together; and the product with W2 that opens the
+backward pass, whose epilogue goes on to the SwiGLU's derivative. Tiles are fetched by descriptors, as in version 4.
 
-Shapes: R routed rows sorted by expert, E experts, P pairs (1 or 2), K reduction width, N result width, M other result width.
+Shapes: R routed rows sorted by expert, E experts, P pairs (1 or 2), K reduction width, N result width.
 """
 
 import torch
@@ -90,40 +89,6 @@ def swiglu_derivative_kept(
     return d_gate_up, hidden, parts.sum(0)
 
 
-def grouped_weight_gradient(
-    a: Float[Tensor, "R PM"],
-    b: Float[Tensor, "R N"],
-    table: TileTable,
-    outs: tuple[Tensor, ...],
-    tiles: Tiles,
-) -> None:
-    """Fill P weight gradients: outs[p][e] = a[run of e, pM:(p+1)M]ᵀ · b[run of e]; an idle expert gets zeros.
-
-    Args:
-        a: (R, P·M) rows; every width a whole multiple of 16 bytes.
-        b: (R, N) rows.
-        table: only its runs are used.
-        outs: P contiguous (E, M, N) tensors, written whole.
-        tiles: block sizes.
-
-    Source: chapter 10, version 5.
-    """
-    pairs, (n_experts, m, n) = len(outs), outs[0].shape
-    if a.shape[0] == 0:
-        for out in outs:
-            out.zero_()
-        return
-    a = describable(a).unflatten(1, (pairs, m)).transpose(0, 1)  # (P, R, M), the same memory
-    a_desc = describe(a, [1, tiles.k, tiles.m])
-    b_desc = describe(describable(b), [tiles.k, tiles.n])
-    work = n_experts * pairs * triton.cdiv(m, tiles.m) * triton.cdiv(n, tiles.n)
-    _weight_gradient_kernel[(work,)](
-        a_desc, b_desc, outs[0], outs[-1], table.start, table.heavy_first, a.shape[1], n_experts, m, n,
-        PAIRS=pairs, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k,
-        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
-    )  # fmt: skip
-
-
 def _launch_rows(
     a, table, weights, tiles, transposed, out, epilogue, gate_up_desc=None, hidden=None, row_weights=None, parts=None
 ):  # fmt: skip
@@ -172,8 +137,8 @@ def _rows_kernel(
 
         y = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in range(0, PAIRS * steps):
-            pair = step // steps
-            k = (step % steps) * BLOCK_K
+            pair = (step >= steps).to(tl.int32) if PAIRS == 2 else 0
+            k = (step - pair * steps) * BLOCK_K
             weight_pair = 1 - pair if SWAPPED else pair
             a = a_desc.load([pair, first_row, k]).reshape(BLOCK_M, BLOCK_K)
             if TRANSPOSED:
@@ -187,48 +152,3 @@ def _rows_kernel(
             y, rows, first_row, end, first_column, column_tile * PIECES, gate_up_desc, out, hidden,
             row_weights, parts, n_rows, width, BLOCK_M, BLOCK_N, EPILOGUE, PIECES,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_experts"])
-def _weight_gradient_kernel(
-    a_desc, b_desc, first_out, second_out, run_start, heavy_first, n_rows, n_experts, m, n,
-    PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    # The heaviest expert's tiles start first, so that no long one is left for the end.
-    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    tiles = PAIRS * tiles_m * tiles_n
-    place = tl.program_id(0) // tiles
-    within = tl.program_id(0) % tiles
-    e = tl.load(heavy_first + place)
-    start = tl.load(run_start + e)
-    end = tl.load(run_start + e + 1, mask=e + 1 < n_experts, other=n_rows)
-    pair = within // (tiles_m * tiles_n)
-    first_m = (within % (tiles_m * tiles_n)) // tiles_n * BLOCK_M
-    first_n = within % tiles_n * BLOCK_N
-
-    gradient = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    whole = (end - start) // BLOCK_K * BLOCK_K
-    for row in range(start, start + whole, BLOCK_K):
-        a = a_desc.load([pair, row, first_m]).reshape(BLOCK_K, BLOCK_M)
-        b = b_desc.load([row, first_n])  # (K, N)
-        gradient = tl.dot(a.T, b, gradient, input_precision="ieee")
-    if start + whole < end:
-        # The last rows of the run share a tile with the next expert's: blank those, in both, as they may be NaN.
-        row = start + whole
-        mine = (row + tl.arange(0, BLOCK_K) < end)[:, None]
-        a = a_desc.load([pair, row, first_m]).reshape(BLOCK_K, BLOCK_M)
-        b = b_desc.load([row, first_n])
-        a = tl.where(mine, a, 0.0).to(a.dtype)
-        b = tl.where(mine, b, 0.0).to(b.dtype)
-        gradient = tl.dot(a.T, b, gradient, input_precision="ieee")
-
-    rows = first_m + tl.arange(0, BLOCK_M)
-    columns = first_n + tl.arange(0, BLOCK_N)
-    out = first_out
-    if PAIRS == 2:  # noqa: SIM102  # the outer test is decided when compiling
-        if pair == 1:
-            out = second_out
-    at = out + (e.to(tl.int64) * m + rows[:, None]) * n + columns[None, :]
-    tl.store(
-        at, gradient.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :]
-    )
