@@ -1,6 +1,6 @@
-"""Kill a process that saves checkpoints, again and again, and look at what it left.
+"""Kill a process that saves checkpoints, or one that trains, again and again, and look at what it left.
 
-Every save has a serial number, and every tensor and the meta file of that save hold it: a state put together from two
+Every save of `save` has a serial number, and every tensor and the meta file of that save hold it: a state put together from two
 saves shows. The child tells its parent the serial number once `save` has returned; from then on it must never be lost.
 """
 
@@ -9,12 +9,15 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from gptoss.config import RunConfig
 from gptoss.training.checkpoint import CheckpointManager
+from gptoss.training.pretrain import pretrain
 
 SYSTEM_CALLS = ("open", "fsync", "replace", "unlink")  # where a save touches the disk
 
@@ -138,3 +141,68 @@ def kill_at_random(directory: Path, kills: int, seed: int = 0) -> int:
         assert max(kept, reported) <= found <= max(kept, reported) + 1, (kept, reported, found)
         kept = found
     return kept
+
+
+@dataclass
+class Toll:
+    """How often each run was killed, and how many of all kills fell into a save."""
+
+    per_run: list[int] = field(default_factory=list)
+    during_a_save: int = 0
+
+    @property
+    def kills(self) -> int:
+        return sum(self.per_run)
+
+
+def kill_trainer(make_run: Callable[[str], RunConfig], kills: int, seed: int = 0) -> Toll:
+    """Kill the trainer at random moments until `kills` kills are done; let every run come to its end in between.
+
+    A run that ends before it could be killed often enough is followed by another in a new directory. After each kill
+    the newest checkpoint is complete and holds every step up to the last save that was due.
+
+    Args:
+        make_run: name of a directory → the configuration of a run that saves there.
+        kills: how many.
+        seed: of the moments.
+
+    Returns:
+        The toll. Run i saved into "killed<i>"; its files are there to compare with those of "uninterrupted".
+    """
+    generator = random.Random(seed)
+    start = time.perf_counter()
+    pretrain(make_run("uninterrupted"), progress=False)
+    whole = time.perf_counter() - start
+    toll = Toll()
+    while toll.kills < kills:
+        run = make_run(f"killed{len(toll.per_run)}")
+        toll.per_run.append(0)
+        directory = Path(run.training.save_dir)
+        manager = CheckpointManager(directory)
+        reached = 0
+        while reached < run.training.total_steps:
+
+            def work(report: Callable[[int], None], run: RunConfig = run) -> None:
+                pretrain(run, progress=False, on_step=lambda step, _: report(step))
+
+            # Most of a life goes into starting, so a life is about as long as the whole run took.
+            life = generator.uniform(0, whole) if toll.kills < kills else None
+            last, signal_number = in_child(work, life)
+            if signal_number == signal.SIGKILL:
+                toll.per_run[-1] += 1
+                toll.during_a_save += is_half_saved(directory)
+            found = manager.latest_step() or 0
+            interval = run.training.save_interval
+            due = (last - 1) // interval * interval if last > 0 else 0
+            assert found >= max(reached, due), (found, reached, last)
+            reached = found
+    return toll
+
+
+def is_half_saved(directory: Path) -> bool:
+    """Whether a save was cut off: a staged file, or files of a step that has no meta file."""
+    names = [path.name for path in directory.glob("*_step_*")]
+    steps = {name.split("_step_")[1].split(".")[0] for name in names}
+    return any(n.endswith(".tmp") for n in names) or any(
+        f"meta_step_{step}.json" not in names for step in steps
+    )

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from gptoss.config import ModelConfig
+from gptoss.model.transformer import GPTOSS
 from gptoss.training.checkpoint import CheckpointManager
 from gptoss.training.checkpoint_files import CheckpointError
 
@@ -348,3 +350,30 @@ def test_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
         CheckpointManager(tmp_path / place).save(model, optimizer, 1)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_tied_embedding_survives_the_meta_device_a_step_and_a_checkpoint(tmp_path: Path) -> None:
+    cfg = ModelConfig(
+        vocab_size=17,
+        d_model=12,
+        n_layers=2,
+        n_heads=3,
+        n_kv_heads=1,
+        head_dim=4,
+        ffn_dim=10,
+        n_routed_experts=3,
+        window_size=4,
+        dtype="fp32",
+    )
+    with torch.device("meta"):
+        model, other = GPTOSS(cfg), GPTOSS(cfg)
+    model.to_empty(device="cpu").init_weights()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(17)[None]
+    model(tokens, targets=tokens)[0].backward()
+    optimizer.step()
+    CheckpointManager(tmp_path).save(model, optimizer, 1)
+    CheckpointManager(tmp_path).load(other)
+    assert other.head.weight is other.embed.weight
+    assert other.num_parameters() == model.num_parameters()
+    assert torch.equal(other(tokens, targets=tokens)[0], model(tokens, targets=tokens)[0])
