@@ -7,13 +7,12 @@ Source: chapter 17 of this book.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from gptoss.training.checkpoint_files import (
     FORMAT,
     CheckpointDirectory,
     CheckpointError,
+    read_tensors,
     records_of,
     require_json,
 )
@@ -149,11 +149,11 @@ class CheckpointManager:
         chosen, meta = world.from_main(lambda: self._choose(step))
         model_path, optim_path = (self.save_dir / record.name for record in records_of(meta))
         checkpoint = meta["checkpoint"]
-        values = _read(model_path)
+        values = read_tensors(model_path)
         for further, name in checkpoint["tied"].items():
             values[further] = values[name]
         _check_fit(model, values, checkpoint["tied"], model_path, strict)
-        state = _read(
+        state = read_tensors(
             optim_path, (RANDOM, EXTRA) if optimizer is None else (OPTIMIZER, RANDOM, EXTRA)
         )
         saved = checkpoint["optimizer"]
@@ -222,16 +222,6 @@ class CheckpointManager:
         if fault:
             raise CheckpointError(f"checkpoint of step {chosen} cannot be loaded: {fault}")
         return chosen, meta
-
-
-def _read(path: Path, prefixes: Iterable[str] = ("",)) -> dict[str, Tensor]:
-    """The tensors of a safetensors file whose names start with one of the prefixes."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            names = [name for name in file.keys() if name.startswith(tuple(prefixes))]  # noqa: SIM118 (not a dict)
-            return {name: file.get_tensor(name) for name in names}
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
 
 
 def _check_fit(

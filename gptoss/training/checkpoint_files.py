@@ -15,12 +15,12 @@ Source: the documents' checkpoint protocol, with safetensors for every tensor; c
 import errno
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -200,6 +200,20 @@ def records_of(meta: Mapping[str, Any]) -> tuple[FileRecord, FileRecord]:
         if Path(record.name).name != record.name:
             raise TypeError(f"{record.name!r} is not a plain file name")
     return model, optim
+
+
+def read_tensors(path: Path, prefixes: Iterable[str] = ("",)) -> dict[str, Tensor]:
+    """The tensors of a safetensors file whose names start with one of the prefixes, on the CPU.
+
+    Raises:
+        CheckpointError: it is no safetensors file; nothing in it is run.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            names = [name for name in file.keys() if name.startswith(tuple(prefixes))]  # noqa: SIM118 (not a dict)
+            return {name: file.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
 
 
 def require_json(value: Any, where: str) -> None:

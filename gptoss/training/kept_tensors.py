@@ -16,6 +16,7 @@ from gptoss.config import ModelConfig
 
 WIDE = 4  # bytes of fp32: statistics, softmax, log-sum-exp
 INDEX = 8  # bytes of int64
+WIDTH = {"bf16": 2, "fp32": 4}  # bytes of an activation
 GIB = 2**30
 
 
@@ -59,7 +60,7 @@ class Setting:
     @property
     def width(self) -> int:
         """Bytes of one activation value."""
-        return 2 if self.dtype == "bf16" else 4
+        return WIDTH[self.dtype]
 
 
 def block_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
@@ -239,6 +240,13 @@ def head_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
 def total_bytes(kept: Iterable[Kept]) -> int:
     """The sum of their bytes."""
     return sum(tensor.bytes for tensor in kept)
+
+
+def check_counts(**counts: int) -> None:
+    """Raise where a named number is not a positive one."""
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} = {value}: expected at least 1")
 
 
 def _weight_copies(setting: Setting, operation: str, values: int) -> list[Kept]:

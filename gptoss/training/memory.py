@@ -6,17 +6,21 @@ that a user asks. The source documents' estimate stands beside them under its ow
 Shapes: B batch, T tokens, C model width, E experts, F ffn width, V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from gptoss.config import ModelConfig, TrainingConfig
 from gptoss.model.attention.functional import resolve_backend
-from gptoss.model.cache import kv_cache_bytes
-from gptoss.training.kept_tensors import GIB, Setting
+from gptoss.training.kept_tensors import Setting, check_counts
 from gptoss.training.memory_documents import assert_fits_in_available_gpu, estimate_model_memory_gb
+from gptoss.training.memory_inference import InferenceMemory, predict_inference_memory
 from gptoss.training.memory_measured import measure_training_peak
-from gptoss.training.memory_moments import Moment, Step, TrainingMemory, step_moments
+from gptoss.training.memory_moments import (
+    LOGIT_BYTES,
+    Moment,
+    Step,
+    TrainingMemory,
+    step_moments,
+)
 from gptoss.training.parameter_counts import count_parameters
 
 __all__ = [
@@ -35,7 +39,6 @@ __all__ = [
 
 OPTIMIZER_BYTES = {"adamw": 8, "sgd": 0}  # of one parameter: Adam's two moments in fp32
 CUBLAS_WORKSPACE = 32 * 2**20  # what cuBLAS takes from PyTorch's allocator on Hopper
-WIDTH = {"bf16": 2, "fp32": 4}
 
 
 def predict_training_memory(
@@ -85,7 +88,7 @@ def predict_training_memory(
     seq_len = config.max_seq_len if seq_len is None else seq_len
     dtype = dtype or config.dtype
     dispatch = dispatch or config.moe_dispatch
-    _check_counts(
+    check_counts(
         batch=batch,
         seq_len=seq_len,
         loss_chunk=loss_chunk,
@@ -95,7 +98,7 @@ def predict_training_memory(
     if every < 0:
         raise ValueError(f"every = {every}: expected 0 (off) or a positive number of blocks")
     for name, value, known in (
-        ("dtype", dtype, tuple(WIDTH)),
+        ("dtype", dtype, ("bf16", "fp32")),
         ("dispatch", dispatch, ("stacked", "triton_grouped", "grouped_mm")),
         ("optimizer", optimizer, tuple(OPTIMIZER_BYTES)),
         ("parallel", parallel, ("ddp", "fsdp2")),
@@ -117,6 +120,7 @@ def predict_training_memory(
         OPTIMIZER_BYTES[optimizer],
         gradients_stay=accumulation > 1 or (parallel == "ddp" and world_size > 1),
         shares=world_size if parallel == "fsdp2" else 1,
+        logit_bytes=LOGIT_BYTES[device, dtype],
         workspace=CUBLAS_WORKSPACE if device == "cuda" else 0,
     )
     return step_moments(config, setting, step)
@@ -187,79 +191,6 @@ def largest_micro_batch(
     return low
 
 
-@dataclass(frozen=True)
-class InferenceMemory:
-    """Memory of generation, bytes: weights, the KV cache at its fullest, and what one pass of a prompt's chunk needs."""
-
-    weights: int
-    cache: int
-    scratch: int
-
-    @property
-    def gib(self) -> float:
-        """All of it, GiB."""
-        return (self.weights + self.cache + self.scratch) / GIB
-
-
-def predict_inference_memory(
-    config: ModelConfig,
-    *,
-    batch: int = 1,
-    context: int | None = None,
-    prefill_chunk: int = 4096,
-    dtype: str | None = None,
-) -> InferenceMemory:
-    """Predict the memory of generating up to a context length.
-
-    cache = B · (n_windowed · min(S, W) + n_global · S) · 2 · K · D · bytes
-
-    The scratch is what the experts of one block hold at once for a chunk of the prompt (x, sorted rows, gate, up, hidden
-    and the answers), or the last position's logits where those are more.
-
-    Args:
-        config: the architecture.
-        batch: B, sequences.
-        context: S, prompt and generated tokens; `config.eval_max_seq_len` when left out.
-        prefill_chunk: prompt tokens that pass at once.
-        dtype: of weights, activations and cache; the configuration's when left out.
-
-    Raises:
-        ValueError: a number below 1, or an unknown dtype.
-
-    Source: chapters 6 and 15.
-    """
-    context = config.eval_max_seq_len if context is None else context
-    dtype = dtype or config.dtype
-    _check_counts(batch=batch, context=context, prefill_chunk=prefill_chunk)
-    if dtype not in WIDTH:
-        raise ValueError(f"dtype = {dtype!r}: expected one of {', '.join(WIDTH)}")
-    width = WIDTH[dtype]
-    n_windowed = sum(config.is_windowed(layer) for layer in range(config.n_layers))
-    cache = kv_cache_bytes(
-        context,
-        n_windowed,
-        config.n_layers - n_windowed,
-        config.n_kv_heads,
-        config.head_dim,
-        config.window_size,
-        width,
-        batch,
-    )
-    tokens = batch * min(prefill_chunk, context)
-    rows = tokens * config.n_activated_experts
-    experts = (3 * tokens + 2 * rows) * config.d_model + 3 * rows * config.ffn_dim
-    logits = batch * config.vocab_size * (width + 4)  # and their fp32 copy for sampling
-    return InferenceMemory(
-        weights=count_parameters(config) * width, cache=cache, scratch=max(experts * width, logits)
-    )
-
-
 def _attention_backend(name: str, device: str, dtype: str) -> str:
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
     return resolve_backend(name, torch.device(device), torch_dtype)
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} = {value}: expected at least 1")

@@ -23,8 +23,14 @@ from gptoss.training.parameter_counts import (
 )
 
 # What is alive for one moment only, as counted from the code that needs it. A measurement corrects it here.
-# Head, bytes a logit: the logits, (z − lse).exp() in fp32, and an fp32 copy of z unless z is fp32 already.
-HEAD_SCRATCH = {"bf16": 2 + 4 + 4, "fp32": 4 + 4}
+# Head, bytes of one logit. The kernel writes the gradient over the logits; PyTorch's own code on a CPU needs
+# (z − lse).exp() in fp32 beside them, and an fp32 copy of z unless z is fp32 already.
+LOGIT_BYTES = {
+    ("cuda", "bf16"): 2,
+    ("cuda", "fp32"): 4,
+    ("cpu", "bf16"): 2 + 4 + 4,
+    ("cpu", "fp32"): 4 + 4,
+}
 # Backward pass of the eager final norm: four tensors of the hidden states' shape in fp32.
 NORM_SCRATCH = 4
 # Backward pass of a block, in (R, F) tensors: the gradients of hidden, gate and up and what computes them, less the
@@ -41,6 +47,7 @@ class Step:
     optimizer_bytes: state of one parameter.
     gradients_stay: whether they exist all along (several micro-batches, or DDP's buckets).
     shares: processes among which weights, gradients and optimiser state are divided.
+    logit_bytes: what one logit takes while its chunk is at work.
     workspace: bytes that the device's libraries take from the same allocator.
     """
 
@@ -49,6 +56,7 @@ class Step:
     optimizer_bytes: int
     gradients_stay: bool
     shares: int
+    logit_bytes: int
     workspace: int
 
 
@@ -140,7 +148,7 @@ def step_moments(cfg: ModelConfig, setting: Setting, step: Step) -> TrainingMemo
 
     # A gradient on its way to a parameter is there beside the one that it is added to.
     in_flight = matrix if step.gradients_stay or step.shares > 1 else 0
-    logits = min(step.loss_chunk, n) * cfg.vocab_size * HEAD_SCRATCH[setting.dtype]
+    logits = min(step.loss_chunk, n) * cfg.vocab_size * step.logit_bytes
     head_weight = embedding_parameters(cfg) * a if a < WIDE else 0
     moments = [
         moment(

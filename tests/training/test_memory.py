@@ -95,10 +95,14 @@ def test_peak_of_a_large_vocabulary_is_at_the_head() -> None:
 
 
 def test_chunk_of_the_loss_counts_once_it_is_the_peak() -> None:
-    """Bytes of one more token's logits: V · (2 + 4 + 4) in bf16."""
+    """Bytes of one more token's logits in bf16: V · 2 on a GPU, V · (2 + 4 + 4) on a CPU."""
     cfg = small(vocab_size=500_000)
-    one, two = (predict_training_memory(cfg, batch=8, loss_chunk=c).peak.total for c in (100, 101))
-    assert two - one == 500_000 * 10
+    for device, bytes_ in (("cuda", 2), ("cpu", 10)):
+        one, two = (
+            predict_training_memory(cfg, batch=80, loss_chunk=c, device=device).peak.total
+            for c in (4000, 4001)
+        )
+        assert two - one == 500_000 * bytes_
 
 
 def test_sharding_divides_what_fsdp2_divides() -> None:
