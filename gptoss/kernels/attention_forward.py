@@ -33,12 +33,12 @@ NOTHING_SEEN = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _attend_run(
+def attend_run(
     state, q, k, v, batch, kv_head, positions, begin, end, window, first_key, scale,
     WIDTH: tl.constexpr, REST: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
     HAS_KEY_START: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys [begin, end) into the running softmax."""
+    """Take the keys [begin, end) into the running softmax. HAS_KEY_START: rows outside [first_key, end) may hold anything."""
     m, total, values = state
     for start in range(begin, end, KEYS):
         k_tile = load_rows(k, batch, kv_head, start, KEYS, WIDTH, REST)
@@ -48,8 +48,9 @@ def _attend_run(
             keys = start + tl.arange(0, KEYS)
             visible = visible_pairs(positions[:, None], keys[None, :], window, WINDOWED)
             if HAS_KEY_START:
-                visible = visible & (keys >= first_key)[None, :]
-                v_tile = keep_rows(v_tile, keys >= first_key)  # 0 · padding need not be 0
+                kept = (keys >= first_key) & (keys < end)
+                visible = visible & kept[None, :]
+                v_tile = keep_rows(v_tile, kept)  # 0 · padding need not be 0
             s = tl.where(visible, s, float("-inf"))
         new_m = tl.maximum(m, tl.max(s, 1) * scale)
         p = tl.exp2(s * scale - new_m[:, None])
@@ -101,15 +102,15 @@ def attention_forward_kernel(
         whole_to = begin
     else:
         if WINDOWED or HAS_KEY_START:
-            state = _attend_run(
+            state = attend_run(
                 state, q_tile, k, v, batch, kv_head, positions, begin, whole_from, window, first_key, scale,
                 WIDTH, REST, KEYS, WINDOWED, HAS_KEY_START, True, PRECISION,
             )  # fmt: skip
-        state = _attend_run(
+        state = attend_run(
             state, q_tile, k, v, batch, kv_head, positions, whole_from, whole_to, window, first_key, scale,
             WIDTH, REST, KEYS, WINDOWED, HAS_KEY_START, False, PRECISION,
         )  # fmt: skip
-    m, total, values = _attend_run(
+    m, total, values = attend_run(
         state, q_tile, k, v, batch, kv_head, positions, whole_to, end, window, first_key, scale,
         WIDTH, REST, KEYS, WINDOWED, HAS_KEY_START, True, PRECISION,
     )  # fmt: skip

@@ -64,7 +64,7 @@ def launch_forward(
     tile: Tile,
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, T, D), stored as (B, T, H, D), and lse (B, H, T) in fp32."""
-    _check_device(attention_forward_kernel, q)
+    check_device(attention_forward_kernel, q)
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     out = empty_rows(q)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)
@@ -72,9 +72,9 @@ def launch_forward(
         return out, lse
     with torch.cuda.device_of(q):
         attention_forward_kernel[(triton.cdiv(T, tile.queries) * B * H,)](
-            *_describe(tile.queries, q),
-            *_describe(tile.keys, k, v),
-            *_describe(tile.queries, out),
+            *describe(tile.queries, q),
+            *describe(tile.keys, k, v),
+            *describe(tile.queries, out),
             *(lse, sink, key_start),
             *(H, H // K, T, S, window or 0, scale * LOG2_E.value),
             HAS_SINK=sink is not None,
@@ -104,9 +104,9 @@ def launch_query_gradient(
     if lse.numel():
         with torch.cuda.device_of(q):
             query_gradient_kernel[(B * H * blocks,)](
-                *_describe(tile.queries, do, q),
-                *_describe(tile.keys, k, v),
-                *_describe(tile.queries, out, dq),
+                *describe(tile.queries, do, q),
+                *describe(tile.keys, k, v),
+                *describe(tile.queries, out, dq),
                 *(lse, delta, sink, parts, key_start),
                 *(H, H // K, T, S, window or 0, scale, scale * LOG2_E.value),
                 HAS_SINK=sink is not None,
@@ -136,8 +136,8 @@ def launch_key_gradient(
         return dk.zero_(), dv.zero_()
     with torch.cuda.device_of(q):
         key_gradient_kernel[(B * K * triton.cdiv(S, tile.keys),)](
-            *_describe(tile.queries, do, q),
-            *_describe(tile.keys, k, v, dk, dv),
+            *describe(tile.queries, do, q),
+            *describe(tile.keys, k, v, dk, dv),
             *(lse, delta, key_start),
             *(H, H // K, T, S, window or 0, scale, scale * LOG2_E.value),
             **_constants(D, window, key_start, tile),
@@ -151,7 +151,7 @@ def empty_rows(tensor: Tensor) -> Tensor:
     return tensor.new_empty((B, n, heads, D)).transpose(1, 2)
 
 
-def _describe(rows: int, *tensors: Tensor) -> list[TensorDescriptor | None]:
+def describe(rows: int, *tensors: Tensor) -> list[TensorDescriptor | None]:
     """For each (B, heads, n, D) tensor two descriptors, of `rows` times the first and the other columns of head_dim."""
     descriptors: list[TensorDescriptor | None] = []
     for tensor in tensors:
@@ -199,7 +199,7 @@ def _constants(
     )
 
 
-def _check_device(kernel: object, tensor: Tensor) -> None:
+def check_device(kernel: object, tensor: Tensor) -> None:
     """Refuse what would fail obscurely: a CPU tensor outside the interpreter, bf16 where nothing multiplies it."""
     if not isinstance(kernel, triton.runtime.JITFunction):
         if tensor.dtype == torch.bfloat16:

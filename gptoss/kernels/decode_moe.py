@@ -1,0 +1,140 @@
+"""The experts of a decoding step as operators: the router with its norm, and the chosen experts.
+
+Shapes: N tokens, C model width, E experts, k experts a token, F ffn width.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gptoss.kernels.decode_checks import check_rows, require_decode_kernels
+
+
+def decode_route(
+    x: Float[Tensor, "N C"],
+    norm_weight: Float[Tensor, "C"],
+    router_weight: Float[Tensor, "E C"],
+    k: int,
+    eps: float = 1e-5,
+    weight_sum_min: float = 1e-6,
+) -> tuple[Float[Tensor, "N C"], Int[Tensor, "N k"], Float[Tensor, "N k"]]:
+    """Normalise each token and choose its experts, as `MoERouter` does.
+
+    p = softmax(W_r·norm(x)) over all experts in fp32; the k largest (the lower index among equals) over their sum.
+
+    Returns:
+        norm(x); indices, int32, largest weight first; weights in fp32, summing to 1.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        ImportError: Triton is not installed.
+
+    Source: chapters 9 and 15.
+    """
+    check_rows(x, router_weight, norm_weight)
+    if not 0 < k <= router_weight.shape[0]:
+        raise ValueError(f"expected k from 1 to {router_weight.shape[0]} experts, got {k}")
+    require_decode_kernels()
+    return _decode_route(x, norm_weight, router_weight, k, eps, weight_sum_min)
+
+
+def decode_experts(
+    x: Float[Tensor, "N C"],
+    indices: Int[Tensor, "N k"],
+    weights: Float[Tensor, "N k"],
+    w1: Float[Tensor, "E F C"],
+    w3: Float[Tensor, "E F C"],
+    w2: Float[Tensor, "E C F"],
+    shared: tuple[Tensor, Tensor, Tensor] | None = None,
+    residual: Float[Tensor, "N C"] | None = None,
+) -> Float[Tensor, "N C"]:
+    """The chosen experts of a few tokens, every selected weight read once whoever shares it.
+
+    out = residual + Σ_j weights[n, j]·expert_{indices[n, j]}(x) + shared(x),  expert(x) = W2·(silu(W1 x) ∘ W3 x)
+
+    Args:
+        x: normalised rows, up to 8.
+        indices, weights: of the chosen experts, on the device.
+        w1, w3, w2: stacked weights of the routed experts.
+        shared: w1 (F, C), w3 (F, C), w2 (C, F) of the shared expert. Several shared experts are one with their F
+            concatenated; here F must equal the routed experts'.
+        residual: added, in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        ImportError: Triton is not installed.
+
+    Source: chapters 9 and 15.
+    """
+    (N, C), (E, F) = x.shape, w1.shape[:2]
+    check_rows(x, w1[0])
+    stacks = (tuple(w1.shape), tuple(w3.shape), tuple(w2.shape))
+    if stacks != ((E, F, C), (E, F, C), (E, C, F)):
+        raise ValueError(f"expected w1, w3 (E, F, C) and w2 (E, C, F) for C = {C}, got {stacks}")
+    if indices.shape != weights.shape or indices.ndim != 2 or indices.shape[0] != N:
+        raise ValueError(
+            f"expected indices and weights ({N}, k), got {tuple(indices.shape)} and {tuple(weights.shape)}"
+        )
+    if shared is not None and [tuple(t.shape) for t in shared] != [(F, C), (F, C), (C, F)]:
+        raise ValueError(
+            f"expected shared weights ({F}, {C}), ({F}, {C}), ({C}, {F}), got {[tuple(t.shape) for t in shared]}"
+        )
+    require_decode_kernels()
+    return _decode_experts(x, indices, weights, w1, w3, w2, list(shared or ()), residual)
+
+
+@torch.library.custom_op("gptoss::decode_route", mutates_args=())
+def _decode_route(
+    x: Tensor, norm_weight: Tensor, router: Tensor, k: int, eps: float, weight_sum_min: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    from gptoss.kernels.decode_experts import launch_route
+
+    return launch_route(x.contiguous(), norm_weight, router.contiguous(), k, eps, weight_sum_min)
+
+
+@_decode_route.register_fake
+def _(
+    x: Tensor, norm_weight: Tensor, router: Tensor, k: int, eps: float, weight_sum_min: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (x.shape[0], k)
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(shape, dtype=torch.int32),
+        x.new_empty(shape, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("gptoss::decode_experts", mutates_args=())
+def _decode_experts(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    shared: list[Tensor],
+    residual: Tensor | None,
+) -> Tensor:
+    from gptoss.kernels.decode_experts import launch_experts
+
+    if residual is not None:
+        residual = residual.contiguous()
+    x, indices, weights, w1, w3, w2, *rest = (
+        t.contiguous() for t in (x, indices, weights, w1, w3, w2, *shared)
+    )
+    trio = (rest[0], rest[1], rest[2]) if rest else None
+    return launch_experts(x, indices, weights, w1, w3, w2, trio, residual)
+
+
+@_decode_experts.register_fake
+def _(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    shared: list[Tensor],
+    residual: Tensor | None,
+) -> Tensor:
+    return x.new_empty(x.shape)
