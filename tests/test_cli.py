@@ -11,7 +11,10 @@ import yaml
 from gptoss.cli import main
 from gptoss.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, load_config
 
-COMMANDS = ("pretrain", "prepare", "generate", "passkey", "kv-cache")
+COMMANDS = (
+    *("pretrain", "prepare", "generate", "passkey", "kv-cache"),
+    *("smoke", "profile", "vram", "step-time", "bench"),
+)
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -158,6 +161,59 @@ def test_the_passkey_table(capsys, trained, tmp_path):
     assert code == 0, err
     assert "95% interval" in out
     assert json.loads((tmp_path / "passkey.json").read_text())["rows"][0]["trials"] == 2
+
+
+def test_smoke_passes_all_eight_steps(capsys):
+    code, out, _ = run(capsys, "smoke", "--device", "cpu")
+    lines = out.splitlines()
+    assert code == 0, out
+    assert [line[:3] for line in lines[:8]] == [
+        "✓ 1",
+        "✓ 2",
+        "✓ 3",
+        "– 4",
+        "✓ 5",
+        "✓ 6",
+        "✓ 7",
+        "✓ 8",
+    ]
+    assert lines[-1] == "all steps passed"
+
+
+def test_smoke_says_what_failed(capsys, monkeypatch):
+    from gptoss.bench.smoke import Smoke
+
+    monkeypatch.setattr(Smoke, "long_forward", lambda self: 1 / 0)
+    code, out, _ = run(capsys, "smoke", "--device", "cpu")
+    assert code == 1
+    assert "✗ 8" in out
+    assert "ZeroDivisionError" in out
+
+
+def test_profiles(capsys, config_file):
+    code, out, _ = run(capsys, "profile", "components", "--config", config_file)
+    assert code == 0
+    assert "attention layer, windowed" in out
+    code, out, _ = run(capsys, "profile", "moe", "--config", config_file, "--tokens", 64)
+    assert code == 0
+    assert "grouped_mm" in out
+    code, out, _ = run(capsys, "profile", "decode", "--config", config_file, "--new", 4)
+    assert code == 0
+    assert "prompt=32, new=4" in out
+
+
+def test_vram_predicts_and_holds_against_a_threshold(capsys):
+    code, out, _ = run(capsys, "vram", "--no-measure", "--threshold-gib", 1000)
+    assert code == 0
+    assert "predicted peak" in out
+    assert run(capsys, "vram", "--no-measure", "--threshold-gib", 1)[0] == 1
+
+
+def test_bench_lists_its_tables_and_names_an_unknown_one(capsys):
+    code, out, _ = run(capsys, "bench")
+    assert code == 0
+    assert "step" in out
+    assert "no table 'stepp'" in fails(capsys, "bench", "stepp")
 
 
 # What a user may get wrong, each with what must be in the one line.

@@ -1,0 +1,233 @@
+"""What it costs: `gptoss kv-cache`, `smoke`, `profile`, `vram`, `step-time` and `bench`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptoss.cli.options import Config, Device, device_of
+
+app = typer.Typer()
+
+
+@app.command("kv-cache")
+def kv_cache(
+    allocate: Annotated[
+        bool, typer.Option(help="Also make the buffers and count their bytes.")
+    ] = True,
+    device: Device = "cpu",
+) -> None:
+    """The KV cache of the production model, all layers full against alternating windows; exit 1 below 1.8×."""
+    from gptoss.bench import kv_cache as table
+
+    rows = table.run(allocate=allocate, device=device or "cpu")
+    head = f"{'tokens':>8}  {'full GiB':>9}  {'mixed GiB':>9}  {'ratio':>6}"
+    print(head + (f"  {'allocated':>9}" if allocate else ""))
+    for row in rows:
+        line = f"{row['length']:>8,}  {row['full_bytes'] / 2**30:>9.3f}  {row['mixed_bytes'] / 2**30:>9.3f}"
+        line += f"  {row['ratio']:>5.2f}×"
+        print(line + (f"  {row['allocated_ratio']:>8.2f}×" if allocate else ""))
+    if not table.reaches_target(rows):
+        print(f"below {table.TARGET_RATIO}×", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command()
+def smoke(device: Device = None) -> None:
+    """Eight end-to-end steps on a small model, about a minute; exit 1 when one fails."""
+    from gptoss.bench.smoke import Smoke
+
+    marks = {"ok": "✓", "skipped": "–", "failed": "✗"}
+    failed = 0
+    for number, outcome in enumerate(Smoke(device_of(device)).run(), start=1):
+        print(f"{marks[outcome.status]} {number} {outcome.title}: {outcome.detail}", flush=True)
+        failed += outcome.status == "failed"
+    print("all steps passed" if not failed else f"{failed} of 8 steps failed")
+    raise typer.Exit(1 if failed else 0)
+
+
+profile_app = typer.Typer(
+    help="Where the time goes: components, moe or decode.", no_args_is_help=True
+)
+app.add_typer(profile_app, name="profile")
+
+
+@profile_app.command("components")
+def profile_components(
+    config: Config = "tiny",
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    device: Device = None,
+) -> None:
+    """Forward time of each part of a model."""
+    from gptoss.bench import profile
+    from gptoss.config import load_config
+
+    rows = profile.components(load_config(config).model, device_of(device), batch, seq_len)
+    for name, seconds in rows:
+        print(f"{name:<28}{seconds * 1e3:>10.3f} ms")
+
+
+@profile_app.command("moe")
+def profile_moe(
+    config: Config = "tiny",
+    tokens: Annotated[int, typer.Option(help="Tokens at once.")] = 4096,
+    device: Device = None,
+) -> None:
+    """The expert layer under each dispatch."""
+    from gptoss.bench import profile
+    from gptoss.config import load_config
+
+    print(f"{'dispatch':<16}{'forward':>12}{'and backward':>16}")
+    for name, forward, both in profile.moe(load_config(config).model, device_of(device), tokens):
+        print(f"{name:<16}{forward * 1e3:>9.3f} ms{both * 1e3:>13.3f} ms")
+
+
+@profile_app.command("decode")
+def profile_decode(
+    config: Config = "tiny",
+    new: Annotated[int, typer.Option(help="Tokens to write.")] = 64,
+    device: Device = None,
+) -> None:
+    """Greedy decoding for several prompt lengths, random weights."""
+    from gptoss.bench import profile
+    from gptoss.config import load_config
+
+    rows = profile.decode(load_config(config).model, device_of(device), new=new)
+    for length, count, prefill, rate in rows:
+        print(f"prompt={length}, new={count}: prefill {prefill * 1e3:.1f} ms, {rate:,.0f} tokens/s")
+
+
+@app.command()
+def vram(
+    config: Config = "pretrain_a100_502m",
+    batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 8,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            help="Checkpoint every so many blocks, 0 for none; as configured when left out."
+        ),
+    ] = None,
+    threshold_gib: Annotated[float, typer.Option(help="Exit 1 above this, in GiB.")] = 25.0,
+    measure: Annotated[
+        bool, typer.Option(help="Take two steps on the GPU, where there is one, and compare.")
+    ] = True,
+) -> None:
+    """Memory of a training step: predicted, and measured where there is a GPU."""
+    import dataclasses
+
+    import torch
+
+    from gptoss.config import load_config
+    from gptoss.training.memory import measure_training_peak, predict_training_memory
+
+    run = load_config(config)
+    training, length = run.training, seq_len or run.model.max_seq_len
+    if every is None:
+        every = training.grad_checkpoint_every if training.grad_checkpoint else 0
+    cuda = torch.cuda.is_available()
+    model = dataclasses.replace(run.model, max_seq_len=length)
+    predicted = predict_training_memory(
+        model,
+        batch=batch_size,
+        every=every,
+        loss_chunk=training.loss_chunk_size,
+        compiled=training.compile,
+        device="cuda" if cuda else "cpu",
+    )
+    print(predicted.table())
+    peak = predicted.gib
+    print(
+        f"predicted peak   {peak:8.2f} GiB  (batch {batch_size}, {length:,} tokens, every {every})"
+    )
+    if measure and cuda:
+        peak = (
+            measure_training_peak(
+                model,
+                batch=batch_size,
+                seq_len=length,
+                every=every,
+                loss_chunk=training.loss_chunk_size,
+                compiled=training.compile,
+            )
+            / 2**30
+        )
+        print(f"measured peak    {peak:8.2f} GiB")
+    elif measure:
+        print("no GPU here: predicted only")
+    if peak > threshold_gib:
+        print(f"above {threshold_gib} GiB", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command("step-time")
+def step_time(
+    config: Config = "pretrain_a100_502m",
+    batch_size: Annotated[int, typer.Option(help="Sequences of a step.")] = 8,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps, after three untimed ones.")] = 20,
+    every: Annotated[int, typer.Option(help="Checkpoint every so many blocks; 0 for none.")] = 0,
+    dispatch: Annotated[
+        str | None, typer.Option(help="Expert dispatch; as configured when left out.")
+    ] = None,
+) -> None:
+    """Training throughput of one process: tokens/s, MFU and peak memory, by the convention that is printed."""
+    from gptoss.bench import step
+    from gptoss.bench.evidence import format_table
+    from gptoss.config import load_config
+
+    variant = step.Variant(
+        dispatch=dispatch or load_config(config).model.moe_dispatch, batch=batch_size, every=every
+    )
+    evidence = step.measure(
+        (variant,),
+        config=config,
+        seq_len=seq_len,
+        steps=steps,
+        baselines=False,
+        command="gptoss step-time",
+    )
+    print(format_table(evidence))
+
+
+@app.command()
+def bench(
+    tables: Annotated[
+        list[str] | None, typer.Argument(help="Which; without one, what there is is listed.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the JSON; book/evidence of the checkout when left out."),
+    ] = None,
+) -> None:
+    """Measure a table of the book, print it with its machine and software, and keep it as evidence."""
+    import importlib
+
+    from gptoss.bench import evidence
+
+    known = _bench_tables()
+    if not tables:
+        print("tables: " + ", ".join(known))
+        return
+    for name in tables:
+        if name.replace("-", "_") not in known:
+            raise ValueError(f"no table {name!r}; there is: {', '.join(known)}")
+    folder = out if out is not None else evidence.evidence_folder()
+    for name in tables:
+        module = importlib.import_module(f"gptoss.bench.{name.replace('-', '_')}")
+        measured = module.measure(command=f"gptoss bench {name}")
+        print(evidence.format_table(measured))
+        print(f"written: {evidence.write_evidence(measured, folder)}")
+
+
+def _bench_tables() -> list[str]:
+    """The modules of `gptoss.bench` that measure a table."""
+    from importlib import resources
+
+    return sorted(
+        entry.name.removesuffix(".py")
+        for entry in resources.files("gptoss.bench").iterdir()
+        if entry.name.endswith(".py") and "\ndef measure(" in entry.read_text(encoding="utf-8")
+    )

@@ -1,0 +1,66 @@
+"""Options that several commands share, and what they stand for."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from gptoss.data.tokenizers import Tokenizer
+    from gptoss.model.transformer import GPTOSS
+
+Checkpoint = Annotated[
+    Path | None, typer.Option(help="A run's save_dir; its latest complete checkpoint is used.")
+]
+Step = Annotated[int | None, typer.Option(help="Which checkpoint, when not the latest.")]
+Shipped = Annotated[str | None, typer.Option("--model", help='A model of the package: "nano".')]
+Device = Annotated[
+    str | None, typer.Option(help="cuda, cuda:1, cpu; a GPU where there is one when left out.")
+]
+Rope = Annotated[str, typer.Option(help='Rotary mode: "auto", "plain" or "yarn".')]
+Config = Annotated[
+    str, typer.Option(help="A configuration of the package (tiny, …) or a YAML file.")
+]
+
+
+def is_main_process() -> bool:
+    """Whether this is the one process of the run that speaks; torchrun numbers them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def device_of(name: str | None) -> "torch.device":
+    """The device that a command runs on: the named one, else a GPU where there is one."""
+    import torch
+
+    place = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if place.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {place}: PyTorch sees no CUDA device here; leave it out or say cpu"
+        )
+    return torch.device(place)
+
+
+def load_model(
+    checkpoint: Path | None, shipped: str | None, step: int | None, device: str | None
+) -> "tuple[GPTOSS, Tokenizer]":
+    """The model that a command names, on its device, with its tokenizer."""
+    if (checkpoint is None) == (shipped is None):
+        raise ValueError("expected a model: --checkpoint DIRECTORY or --model NAME, one of the two")
+    place = device_of(device)
+    if shipped is not None:
+        from gptoss.pretrained import load_pretrained
+
+        net, words = load_pretrained(shipped)
+        return net.to(place), words
+    from gptoss.training.restore import load_run
+
+    assert checkpoint is not None
+    model, tokenizer, _ = load_run(checkpoint, step, place)
+    if tokenizer is None:
+        raise ValueError(
+            f"{checkpoint} has no tokenizer.json: put the one of the training text there"
+        )
+    return model, tokenizer
