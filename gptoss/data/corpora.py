@@ -23,6 +23,7 @@ SKIPPED_FOLDERS = BUILT_FOLDERS | frozenset(
     {
         *("test", "tests", "idle_test", "testing", "site-packages", "dist-packages"),
         *("lib2to3", "idlelib", "turtledemo", "ensurepip"),
+        *("encodings", "pydoc_data"),  # tables and a help text, hardly any code
     }
 )
 TEXT_SUFFIXES = frozenset(

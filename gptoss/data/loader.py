@@ -89,6 +89,7 @@ class PretrainDataset(Dataset):
             number = bisect_right(self.shard_offsets, at) - 1
             first = at - self.shard_offsets[number]
             piece = self._shard(number)[first : first + stop - at]
+            assert piece.size, "the prefix sums put every token below the total into a shard"
             check_ids(piece, self.manifest.vocab_size, self._path(number), first)
             out[at - start : at - start + piece.size] = piece
             at += piece.size
@@ -112,9 +113,13 @@ class PretrainDataset(Dataset):
 
     def _shard(self, number: int) -> np.memmap:
         if number not in self._maps:
-            self._maps[number] = np.memmap(
-                self._path(number), dtype=DTYPES[self.manifest.dtype], mode="r"
-            )
+            mapped = np.memmap(self._path(number), dtype=DTYPES[self.manifest.dtype], mode="r")
+            if mapped.size != self.manifest.shards[number].tokens:
+                raise ValueError(
+                    f"{self._path(number)}: holds {mapped.size} tokens, but had "
+                    f"{self.manifest.shards[number].tokens} when the dataset was opened"
+                )
+            self._maps[number] = mapped
         return self._maps[number]
 
     def __getstate__(self) -> dict[str, Any]:

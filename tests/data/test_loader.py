@@ -1,6 +1,7 @@
 """Windows and batches: right tokens across shard edges, and a position that any run can take up again."""
 
 import itertools
+import os
 import pickle
 
 import numpy as np
@@ -75,6 +76,13 @@ def test_an_id_that_is_not_in_the_vocabulary_names_shard_and_place(tmp_path):
     dataset.window(0)
     with pytest.raises(ValueError, match=r"shard_00001\.bin: token 3 is id 1000, .* is 1000"):
         dataset.window(2)
+
+
+def test_a_shard_that_shrinks_after_opening_is_named(tmp_path):
+    dataset = PretrainDataset(shards(tmp_path, np.arange(1, 24)), 5)
+    os.truncate(tmp_path / "shard_00001.bin", 6)
+    with pytest.raises(ValueError, match=r"shard_00001\.bin: holds 3 tokens, but had 7"):
+        dataset.window(1)
 
 
 def test_large_ids_come_through(tmp_path):
