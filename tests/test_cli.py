@@ -135,7 +135,7 @@ def test_pretrain_prints_the_plan_the_line_and_what_to_do_next(capsys, config_fi
     code, out, err = run(capsys, "pretrain", "--config", config_file)
     assert code == 0
     assert err == ""
-    assert "64 tokens = 2 sequences × 1 micro-steps × 1 processes × 32 tokens" in out
+    assert "64 tokens = 2 sequences × 1 micro-step × 1 process × 32 tokens" in out
     assert "step=      6 | loss=" in out
     assert "counting tokens alone gives" in out
     assert f'gptoss generate --checkpoint {tmp_path / "run"} --prompt "def "' in out

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: finish the step, save, leave; the second one leaves at once (chapter 17)."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,8 +26,10 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
+def stop_on_signal(announce: bool = False) -> Iterator[StopRequest]:
     """Turn the first Ctrl-C or SIGTERM into a request that the loop reads between steps.
+
+    With `announce` one line on standard error answers at once, since the step may take a while.
 
     The second one raises KeyboardInterrupt where the program stands. Files are written under another name and renamed,
     so nothing half-written takes a checkpoint's place. Outside the main thread Python delivers no signals; the request
@@ -41,6 +44,9 @@ def stop_on_signal() -> Iterator[StopRequest]:
         if request:
             raise KeyboardInterrupt
         request.signal = signal.Signals(number)
+        if announce:  # os.write, because a handler may interrupt another print
+            line = f"\n[stop] {request.name}: finishing the step, then saving; once more leaves at once\n"
+            os.write(2, line.encode())
 
     before = {number: signal.signal(number, receive) for number in SIGNALS}
     try:

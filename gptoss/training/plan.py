@@ -145,8 +145,9 @@ class RunPlan:
             ),
             (
                 "a step",
-                f"{batch.tokens_per_step:,} tokens = {batch.micro_batch} sequences × {batch.accumulation} micro-steps "
-                f"× {batch.world_size} processes × {batch.seq_len:,} tokens",
+                f"{batch.tokens_per_step:,} tokens = {_counted(batch.micro_batch, 'sequence')} "
+                f"× {_counted(batch.accumulation, 'micro-step')} × {_counted(batch.world_size, 'process')} "
+                f"× {batch.seq_len:,} tokens",
             ),
             (
                 "the run",
@@ -166,7 +167,7 @@ class RunPlan:
         ]
         if self.shows_mfu:
             rows.append(("MFU", MFU_CONVENTION))
-        return "\n".join(f"  {name:<8}{text}" for name, text in rows)
+        return "\n".join(f"  {name:<9}{text}" for name, text in rows)
 
 
 def forecast(steps_left: int, seconds_per_step: float, tokens_per_step: int, gpus: int) -> str:
@@ -193,6 +194,11 @@ def _divisors(number: int) -> list[int]:
 def _listed(numbers: list[int]) -> str:
     *others, last = [str(n) for n in numbers]
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _on(flag: bool) -> str:

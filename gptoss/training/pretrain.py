@@ -109,7 +109,7 @@ def pretrain(
         ready = check_run(run, resume, world)
         first, total = ready.first_step, settings.total_steps
         last = total if max_steps is None else min(total, first + max_steps)
-        request = stack.enter_context(stop_on_signal())
+        request = stack.enter_context(stop_on_signal(announce=progress and world.is_main))
 
         built = assemble(run, world)
         windows = validation_windows(

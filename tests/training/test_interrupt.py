@@ -28,14 +28,16 @@ def send(number: signal.Signals, at: int, times: int = 1):
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
 )
-def test_the_step_is_saved_and_the_line_says_so(small_run, tmp_path, capsys, number, name):
+def test_the_step_is_saved_and_the_lines_say_so(small_run, tmp_path, capfd, number, name):
     result = pretrain(small_run(), on_step=send(number, 3))
     assert (result.step, result.stopped_by) == (3, name)
     assert CheckpointManager(tmp_path / "run").latest_step() == 3
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert (
-        line
-        == f"[stop] {name}: step 3 of 10 is saved in {tmp_path / 'run'}; the same command goes on"
+    captured = capfd.readouterr()
+    assert captured.err == (
+        f"\n[stop] {name}: finishing the step, then saving; once more leaves at once\n"
+    )
+    assert captured.out.splitlines()[-1] == (
+        f"[stop] {name}: step 3 of 10 is saved in {tmp_path / 'run'}; the same command goes on"
     )
 
 
