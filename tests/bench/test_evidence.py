@@ -1,0 +1,67 @@
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptoss.bench.evidence import (
+    check_evidence,
+    evidence_folder,
+    format_table,
+    load_evidence,
+    make_evidence,
+    write_evidence,
+)
+
+
+def table() -> dict[str, Any]:
+    return make_evidence(
+        "speed",
+        "How fast",
+        {"who": "what was run", "ms": "time of a run in ms"},
+        [{"who": "us", "ms": 1.5}, {"who": "them"}],
+        command="gptoss bench speed",
+        commit="abc1234",
+    )
+
+
+@pytest.mark.parametrize("path", sorted(evidence_folder().glob("*.json")), ids=lambda p: p.stem)
+def test_every_evidence_file_follows_the_format(path: Path) -> None:
+    check_evidence(json.loads(path.read_text()), path.stem)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    written = table()
+    assert write_evidence(written, tmp_path / "new") == tmp_path / "new" / "speed.json"
+    assert load_evidence("speed", tmp_path / "new") == written
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["speed.json"]
+
+
+def test_a_missing_file_names_those_there_are(tmp_path: Path) -> None:
+    write_evidence(table(), tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is: speed"):
+        load_evidence("sped", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"commit": None}, "'commit' must be there"),
+        ({"rows": []}, "no rows"),
+        ({"rows": [{"tokens": 1}]}, "columns without a meaning: tokens"),
+        ({"name": "other"}, "its file's name"),
+        ({"date": "yesterday"}, "isoformat"),
+    ],
+)
+def test_a_file_that_breaks_the_format_is_refused(change: dict[str, Any], words: str) -> None:
+    evidence = copy.deepcopy(table()) | change
+    with pytest.raises(ValueError, match=words):
+        check_evidence(evidence, "speed")
+
+
+def test_the_table_says_where_it_comes_from() -> None:
+    text = format_table(table())
+    assert "abc1234" in text
+    assert "them  -" in text
+    assert text.startswith("How fast\nwho   ms\n")
