@@ -47,6 +47,7 @@ def describe_pair(first: Tensor, second: Tensor, block: list[int]) -> tuple[Tens
 
     The stride of the leading axis is the distance between the two allocations. It must be positive, so the one that lies
     lower in memory comes first; the flag says whether that is ``second``. Allocations a terabyte apart are stacked instead.
+    The descriptor holds one of the two alive: the caller keeps both until the launch.
 
     Returns:
         The descriptor of (2, *shape) and whether the order is (second, first).

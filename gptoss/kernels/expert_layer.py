@@ -115,6 +115,9 @@ def _experts_backward(
 
     tiles, k = choose(x).tiles, weights.shape[1]
     width, ffn = x.shape[1], w1.shape[1]
+    if order.shape[0] == 0:
+        dw1, dw3, dw2 = (w.new_zeros(w.shape) for w in (w1, w3, w2))
+        return x.new_empty(x.shape), weights.new_empty(weights.shape), dw1, dw3, dw2
     x, w1, w3, w2 = _padded(x, w1, w3, w2)
     (grad,) = _padded(grad)
     rows, _ = gather_rows(x, order, k)
@@ -122,7 +125,7 @@ def _experts_backward(
     n_rows = rows.shape[0]
     hidden: Tensor | None
     d_row_weights: Tensor | None
-    if gate_up.numel() or n_rows == 0:
+    if gate_up.numel():
         table = tile_table(counts, n_rows, tiles["derivative"].height)
         d_gate_up, hidden, d_row_weights = swiglu_derivative_kept(
             d_y, table, w2, gate_up, row_weights, tiles["derivative"]

@@ -56,9 +56,11 @@ def tile_table(counts: Int[Tensor, "E"], n_rows: int, tile_rows: int) -> TileTab
     n_experts = counts.shape[0]
     bound = n_rows // tile_rows + n_experts
     # One allocation; each part starts on 16 bytes, so that no kernel is compiled twice for its pointers' alignment.
-    parts = [-(-size // 4) * 4 for size in (bound, bound, bound, 1, n_experts, n_experts)]
-    ints = torch.empty(sum(parts), dtype=torch.int32, device=counts.device)
-    expert, row, end, used, start, heavy = ints.split(parts)
+    sizes = (bound, bound, bound, 1, n_experts, n_experts)
+    padded = [-(-size // 4) * 4 for size in sizes]
+    ints = torch.empty(sum(padded), dtype=torch.int32, device=counts.device)
+    parts = [part[:size] for part, size in zip(ints.split(padded), sizes, strict=True)]
+    expert, row, end, used, start, heavy = parts
     block = 128
     _tile_table_kernel[(triton.cdiv(bound, block),)](
         counts, expert, row, end, used, start, heavy, n_experts, bound, tile_rows,

@@ -102,7 +102,8 @@ def _launch_rows(
     if pairs == 1:
         b_desc, swapped = describe(describable(weights[0])[None], block), False
     else:
-        b_desc, swapped = describe_pair(describable(weights[0]), describable(weights[1]), block)
+        first, second = map(describable, weights)  # named: the pair must outlive the launch
+        b_desc, swapped = describe_pair(first, second, block)
     grid = programs(a.device, tiles, table.bound * triton.cdiv(width, tiles.n))
     _rows_kernel[grid](
         a_desc, b_desc, gate_up_desc, out, hidden, row_weights, parts,

@@ -32,18 +32,13 @@ def grouped_weight_gradients(products: tuple[Product, ...], table: TileTable, ti
     """Fill the weight gradients of one or two products; an idle expert gets zeros.
 
     Args:
-        products: the first may have P = 2 (gate and up), a second one (down) has P = 1; all widths are whole multiples of
+        products: at least one row; the first may have P = 2 (gate and up), a second one (down) has P = 1; all widths are whole multiples of
             16 bytes.
         table: only its runs are used.
         tiles: block sizes.
 
     Source: chapter 10, version 5.
     """
-    if products[0].a.shape[0] == 0:
-        for product in products:
-            for out in product.outs:
-                out.zero_()
-        return
     args, counts = [], []
     for a, b, outs in products:
         pairs, (_, m, n) = len(outs), outs[0].shape

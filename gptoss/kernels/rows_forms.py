@@ -53,7 +53,8 @@ def rows_tall(
     if pairs == 1:
         b_desc, swapped = describe(describable(weights[0])[None], block), False
     else:
-        b_desc, swapped = describe_pair(describable(weights[0]), describable(weights[1]), block)
+        first, second = map(describable, weights)  # named: the pair must outlive the launch
+        b_desc, swapped = describe_pair(first, second, block)
     _tall_kernel[programs(a.device, tiles, table.bound * triton.cdiv(width, tiles.n))](
         describe(a, [1, tiles.m, tiles.k]), describe(a, [1, tiles.m // 2, tiles.k]), b_desc, out,
         table.expert, table.row, table.end, table.used, n_rows, depth, width,

@@ -121,14 +121,9 @@ def _(x: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, version: str) -> Tensor
 def _swiglu_backward(
     grad: Tensor, x: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, version: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    choice = choose(x, version)
-    if choice.version == "documents":
-        from gptoss.kernels.swiglu_documents import documents_backward
-
-        return documents_backward(grad, x, counts, w1, w3)
     from gptoss.kernels.swiglu_backward import swiglu_backward
 
-    return swiglu_backward(grad, x, counts, w1, w3, choice.tiles)
+    return swiglu_backward(grad, x, counts, w1, w3, choose(x, version).tiles)
 
 
 @_swiglu_backward.register_fake
@@ -144,7 +139,14 @@ def _context(ctx, inputs, output):
 
 
 def _gradient(ctx, grad):
-    dx, dw1, dw3 = _swiglu_backward(grad, *ctx.saved_tensors, ctx.version)
+    if (
+        ctx.version == "documents"
+    ):  # differentiates a recomputed graph, which an operator cannot; eager mode only
+        from gptoss.kernels.swiglu_documents import documents_backward
+
+        dx, dw1, dw3 = documents_backward(grad, *ctx.saved_tensors)
+    else:
+        dx, dw1, dw3 = _swiglu_backward(grad, *ctx.saved_tensors, ctx.version)
     return dx, None, dw1, dw3, None
 
 

@@ -44,6 +44,8 @@ def swiglu_backward(
     Source: chapter 10, version 5.
     """
     (n_rows, width), ffn = x_sorted.shape, w1.shape[1]
+    if n_rows == 0:
+        return x_sorted.new_empty(x_sorted.shape), w1.new_zeros(w1.shape), w3.new_zeros(w3.shape)
     x = describable(pad_to_engine(x_sorted, (1,)))
     w1, w3 = (describable(pad_to_engine(w, (1, 2))) for w in (w1, w3))
     d_hidden = pad_to_engine(d_hidden, (1,))

@@ -54,7 +54,8 @@ def swiglu_tall(
     """Fill ``hidden`` (and ``gate_up``) as ``swiglu_persistent`` does, with tiles of 1.5 · ``tiles.m`` rows; the table must be cut in such tiles."""
     n_rows, (_, ffn, width) = x_sorted.shape[0], w1.shape
     x = describable(x_sorted)
-    w_desc, swapped = describe_pair(describable(w1), describable(w3), [2, 1, tiles.n, tiles.k])
+    w1, w3 = describable(w1), describable(w3)  # named: the pair must outlive the launch
+    w_desc, swapped = describe_pair(w1, w3, [2, 1, tiles.n, tiles.k])
     grid = programs(x.device, tiles, table.bound * triton.cdiv(ffn, tiles.n))
     _tall_kernel[grid](
         describe(x, [tiles.m, tiles.k]), describe(x, [tiles.m // 2, tiles.k]), w_desc,

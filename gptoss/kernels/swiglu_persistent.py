@@ -112,7 +112,8 @@ def _launch(x, table, w1, w3, tiles, mode, row_weights, hidden, gate_up, d_desc,
     if n_rows == 0:
         return
     x_desc = describe(describable(x), [tiles.m, tiles.k])
-    w_desc, swapped = describe_pair(describable(w1), describable(w3), [2, 1, tiles.n, tiles.k])
+    w1, w3 = describable(w1), describable(w3)  # named: the pair must outlive the launch
+    w_desc, swapped = describe_pair(w1, w3, [2, 1, tiles.n, tiles.k])
     grid = programs(x.device, tiles, table.bound * triton.cdiv(ffn, tiles.n))
     _persistent_kernel[grid](
         x_desc, w_desc, d_desc, hidden, gate_up, row_weights, parts,

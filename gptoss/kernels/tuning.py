@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-SHARED_MEMORY_KIB = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227}
+SHARED_MEMORY_KIB = {
+    (7, 5): 64,
+    (8, 0): 163,
+    (8, 6): 99,
+    (8, 7): 163,
+    (8, 9): 99,
+    (9, 0): 227,
+    (12, 0): 99,
+}
 OLDEST = (7, 5)
 BF16_FROM = (8, 0)
 COPY_ENGINE_FROM = (9, 0)
@@ -51,7 +59,9 @@ KERNELS = (
     *("tuned", "swiglu", "swiglu_backward", "derivative"),
     *("down", "input", "weights"),
 )
-INTERPRETER = {name: Tiles(16, 32, 32, 4, 2, group=2) for name in KERNELS}
+INTERPRETER = {name: Tiles(16, 128, 32, 4, 2, group=2, pieces=2) for name in KERNELS} | {
+    "weights": Tiles(128, 128, 16, 4, 2)
+}
 HOPPER_16_BIT = {
     "tuned": Tiles(128, 128, 64, 8, 3),
     "swiglu": Tiles(128, 128, 64, 8, 4, pieces=4),
