@@ -37,16 +37,28 @@ def read(tokenizer, ids):
     return text, hidden, asked
 
 
-@pytest.mark.parametrize(("n_keys", "n_questions"), [(1, 1), (8, 6), (3, 3)])
+@pytest.mark.parametrize(("n_keys", "n_questions"), [(1, 1), (8, 6), (3, 3), (30, 1)])
 def test_each_answer_is_the_value_of_its_key_line(tokenizer, window, n_keys, n_questions):
-    out = insert_retrieval(window, np.random.default_rng(0), tokenizer, n_keys, n_questions)
-    _, hidden, asked = read(tokenizer, out)
-    assert out.shape == window.shape
-    assert out.dtype == np.int64
-    assert len(hidden) == len({name for name, _ in hidden}) == n_keys
-    assert len({key for _, key in hidden}) == n_keys
-    assert len(asked) == len(set(asked)) == n_questions
-    assert all(dict(hidden)[name] == key for name, key in asked)
+    for seed in range(10):
+        out = insert_retrieval(window, np.random.default_rng(seed), tokenizer, n_keys, n_questions)
+        _, hidden, asked = read(tokenizer, out)
+        assert out.shape == window.shape
+        assert out.dtype == np.int64
+        assert len(hidden) == len({name for name, _ in hidden}) == n_keys
+        assert len({key for _, key in hidden}) == n_keys
+        assert len(asked) == len(set(asked)) == n_questions
+        assert all(dict(hidden)[name] == key for name, key in asked)
+
+
+def test_keys_are_asked_for_in_any_order(tokenizer, window):
+    places = Counter()
+    for seed in range(100):
+        out = insert_retrieval(window, np.random.default_rng(seed), tokenizer, 4, 2)
+        _, hidden, asked = read(tokenizer, out)
+        places[tuple(hidden.index(one) for one in asked)] += 1
+    assert (
+        len(places) == 12
+    )  # every ordered pair of 4; one is missing with probability 12·(11/12)^100 = 0.002
 
 
 def test_the_text_between_the_lines_is_the_windows_own(tokenizer, window):
@@ -172,13 +184,12 @@ def test_share_zero_is_the_dataset_and_share_one_is_all(dataset, tokenizer):
 
 
 def test_a_window_that_comes_back_has_fresh_keys(dataset, tokenizer):
-    every = RetrievalDataset(dataset, tokenizer, 1.0, 2, 1)
-    n = len(dataset)
-    first = next(p for p in range(n) if dataset.order(3, p) == 0)
-    second = next(p for p in range(n, 2 * n) if dataset.order(3, p) == 0)
-    _, one, _ = read(tokenizer, every.sequence_at(3, first))
-    _, other, _ = read(tokenizer, every.sequence_at(3, second))
-    assert one != other
+    alone = PretrainDataset(dataset.data_path, dataset.manifest.total_tokens - 1)
+    assert len(alone) == 1
+    every = RetrievalDataset(alone, tokenizer, 1.0, 2, 1)
+    epochs = [read(tokenizer, every.sequence_at(3, p))[1] for p in range(5)]
+    assert len({tuple(hidden) for hidden in epochs}) == 5
+    assert read(tokenizer, every.sequence_at(3, 2))[1] == epochs[2]
 
 
 def test_a_tokenizer_that_did_not_write_the_shards_is_refused(dataset):
