@@ -8,6 +8,9 @@ from gptoss.data.loader import PretrainDataset
 from gptoss.data.tokenizers import Tokenizer
 from gptoss.inference.generate import generate
 from gptoss.inference.passkey import PasskeyEvaluator
+from gptoss.kernels.reference import grouped_swiglu_reference
+from gptoss.kernels.swiglu import triton_moe_w1w3_silu
+from gptoss.kernels.versions import HAS_TRITON
 from gptoss.model.attention import (
     SINK_CLAMP_MAX,
     SINK_CLAMP_MIN,
@@ -37,6 +40,7 @@ from gptoss.training.seeding import seed_everything
 
 __all__ = [
     "GPTOSS",
+    "HAS_TRITON",
     "SINK_CLAMP_MAX",
     "SINK_CLAMP_MIN",
     "CheckpointManager",
@@ -66,10 +70,12 @@ __all__ = [
     "estimate_model_memory_gb",
     "expert_load",
     "generate",
+    "grouped_swiglu_reference",
     "load_config",
     "load_pretrained",
     "make_warmup_cosine_lambda",
     "manual_causal_attention",
     "repeat_kv",
     "seed_everything",
+    "triton_moe_w1w3_silu",
 ]
