@@ -101,8 +101,6 @@ def _decode_attention(
     from gptoss.kernels.decode_attention import choose_splits, launch_decode_attention
 
     splits = choose_splits(q.shape[0], k_cache.shape[1], k_cache.shape[2], q.device)
-    if key_start is None:
-        key_start = torch.zeros_like(lengths)
     return launch_decode_attention(q, k_cache, v_cache, lengths, sink, key_start, scale, splits)
 
 

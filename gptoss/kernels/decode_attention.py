@@ -28,14 +28,17 @@ def decode_attention_kernel(
     q_first, q_rest, k_first, k_rest, v_first, v_rest, lengths, key_start, sink, values, maxima, totals,
     kv_heads, splits, scale,
     T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, MERGED: tl.constexpr, HAS_SINK: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, MERGED: tl.constexpr, HAS_SINK: tl.constexpr, HAS_KEY_START: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One run of keys for the G·T rows of one kv head. MERGED (one split): `values` is the output itself."""
     split = tl.program_id(0) % splits
     kv_head = tl.program_id(0) // splits % kv_heads
     batch = tl.program_id(0) // splits // kv_heads
     length = tl.load(lengths + batch).to(tl.int32)
-    first_key = tl.maximum(tl.load(key_start + batch).to(tl.int32), 0)
+    first_key = 0
+    if HAS_KEY_START:
+        first_key = tl.maximum(tl.load(key_start + batch).to(tl.int32), 0)
 
     rows = tl.arange(0, ROWS)  # row g·T + t is query t of the group's head g
     positions = length - T + rows % T
@@ -60,10 +63,11 @@ def decode_attention_kernel(
         m = tl.load(sink + head, mask=rows < G * T, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     state = (m, total, zero_rows(ROWS, WIDTH, REST))
-    state = attend_run(
-        state, q, k, v, batch, kv_head, positions, begin, whole_from, 0, first_key, scale,
-        WIDTH, REST, KEYS, False, True, True, PRECISION,
-    )  # fmt: skip
+    if HAS_KEY_START:
+        state = attend_run(
+            state, q, k, v, batch, kv_head, positions, begin, whole_from, 0, first_key, scale,
+            WIDTH, REST, KEYS, False, True, True, PRECISION,
+        )  # fmt: skip
     state = attend_run(
         state, q, k, v, batch, kv_head, positions, whole_from, whole_to, 0, first_key, scale,
         WIDTH, REST, KEYS, False, True, False, PRECISION,
@@ -136,14 +140,14 @@ def launch_decode_attention(
     v: Tensor,
     lengths: Tensor,
     sink: Tensor | None,
-    key_start: Tensor,
+    key_start: Tensor | None,
     scale: float,
     splits: int,
     keys: int = 64,
     warps: int = 4,
     stages: int = 3,
 ) -> Tensor:
-    """(B, H, T, D); `lengths` and `key_start` are (B,) int32."""
+    """(B, H, T, D); `lengths` and `key_start` are (B,)."""
     check_device(decode_attention_kernel, q)
     (B, H, T, D), K = q.shape, k.shape[1]
     group, width_rest = H // K, head_dim_pieces(D)
@@ -171,6 +175,7 @@ def launch_decode_attention(
             KEYS=keys,
             MERGED=merged,
             HAS_SINK=sink is not None,
+            HAS_KEY_START=key_start is not None,
             PRECISION="ieee",
             num_warps=warps,
             num_stages=stages,
