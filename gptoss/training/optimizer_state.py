@@ -58,7 +58,7 @@ def optimizer_mismatch(
 ) -> str | None:
     """Say why a saved optimiser state does not fit this optimiser, or None when it does."""
     saved_group = {n: i for i, g in enumerate(rest["groups"]) for n in g["parameters"]}
-    seen = set()
+    seen: set[str] = set()
     for index, (_, members) in enumerate(_groups(model, optimizer)):
         absent = [name for name in members if name not in saved_group]
         if absent:
