@@ -193,6 +193,18 @@ def test_experts_equal_the_loop(case, extras):
     assert_equal(decode_experts(x, indices, weights, w1, w3, w2, shared, residual), wanted)
 
 
+def test_a_lane_without_expert_adds_nothing(monkeypatch):
+    """Two tokens on one expert leave the second lane idle: what its hidden rows hold (here NaN) reaches no output."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda self, *a, **k: empty(self, *a, **k).fill_(torch.nan)
+    )
+    x, w1, w3, w2 = randn(2, 16), randn(3, 8, 16), randn(3, 8, 16), randn(3, 16, 8)
+    indices = torch.tensor([[2], [2]], dtype=torch.int32, device=DEVICE)
+    out = decode_experts(x, indices, torch.ones(2, 1, device=DEVICE), w1, w3, w2)
+    assert_equal(out, (F.silu(x @ w1[2].T) * (x @ w3[2].T)) @ w2[2].T)
+
+
 def test_the_operators_keep_their_promises_to_torch():
     utils = ("test_schema", "test_faketensor")
     k, v = randn(2, 1, 8, 16), randn(2, 1, 8, 16)
