@@ -196,9 +196,12 @@ def test_experts_equal_the_loop(case, extras):
 def test_a_lane_without_expert_adds_nothing(monkeypatch):
     """Two tokens on one expert leave the second lane idle: what its hidden rows hold (here NaN) reaches no output."""
     empty = torch.Tensor.new_empty
-    monkeypatch.setattr(
-        torch.Tensor, "new_empty", lambda self, *a, **k: empty(self, *a, **k).fill_(torch.nan)
-    )
+
+    def poisoned(self, *args, **kwargs):
+        tensor = empty(self, *args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     x, w1, w3, w2 = randn(2, 16), randn(3, 8, 16), randn(3, 8, 16), randn(3, 16, 8)
     indices = torch.tensor([[2], [2]], dtype=torch.int32, device=DEVICE)
     out = decode_experts(x, indices, torch.ones(2, 1, device=DEVICE), w1, w3, w2)

@@ -114,15 +114,17 @@ def test_autocast_multiplies_in_bf16_and_keeps_the_master_gradient_in_fp32():
     assert (weight.grad - dweight).norm() < 2e-2 * dweight.norm()
 
 
-def test_weight_gradient_is_summed_over_chunks_in_fp32():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradient_is_summed_over_chunks_in_fp32(dtype):
     """4,096 equal rows: a bf16 running sum would stop growing at 2^8 addends; fp32 keeps them all."""
     hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
-    weight = torch.zeros(2, 1, requires_grad=True)
+    weight = torch.zeros(2, 1, dtype=dtype, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = linear_cross_entropy(
             hidden, weight, torch.zeros(4096, dtype=torch.long), chunk_size=1, reduction="sum"
         )
     loss.backward()
+    assert weight.grad.dtype == dtype
     assert weight.grad.flatten().tolist() == [-2048.0, 2048.0]
 
 
