@@ -359,12 +359,12 @@ check_sink_gradients = Exercise(
         ),
         Mistake(
             "sign of db",
-            "db has the wrong sign. More sink means less output: where dO·O is positive, db is negative.",
+            "db has the wrong sign. More sink means less output: where Δ = do·o is positive, db is negative.",
             lambda *a: _backward(*a, sign=1.0),
         ),
         Mistake(
-            "D left out",
-            "dS lacks the term −P·D with D = dO·O. Raising one score lowers all other shares.",
+            "delta left out",
+            "ds lacks the term with Δ = do·o. Raising one score lowers all other shares.",
             lambda *a: _backward(*a, delta=0.0),
         ),
         Mistake(
@@ -373,16 +373,16 @@ check_sink_gradients = Exercise(
             lambda *a: _backward(*a, scale=1.0),
         ),
         Mistake(
-            "P without the sink",
-            "P sums to 1 over the keys. It must be exp(s − L′), with the sink inside L′.",
+            "p without the sink",
+            "p sums to 1 over the keys. It must be exp(s − L′), with the sink inside L′.",
             lambda *a: _backward(*a, sinkless=True),
         ),
     ),
     alternatives=(_backward_jacobian,),
     hints=(
-        "Go forward first: scores, L′ = logaddexp(lse, clamped b), P = exp(s − L′), O = P v.",
-        "With D = (dout · O) summed over the head dimension: dS = P ∘ (dout vᵀ − D[:, None]).",
-        "db = −Σ exp(b − L′)·D, times 1 inside the clamp and 0 outside.",
+        "Go forward first: scores, L′ = logaddexp(lse, clamped b), p = exp(s − L′), o = p v.",
+        "With delta = (dout · o) summed over the head dimension: ds = p ∘ (dout vᵀ − delta[:, None]).",
+        "db = −Σ exp(b − L′)·delta, times 1 inside the clamp and 0 outside.",
     ),
 )
 

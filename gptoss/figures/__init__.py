@@ -16,6 +16,7 @@ from .palette import (
     text_on,
     tint,
 )
+from .sink_slider import sink_slider
 from .style import WIDTH, use_style
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "operation_block",
     "ramp",
     "series_line",
+    "sink_slider",
     "tensor_block",
     "text_on",
     "tint",

@@ -84,8 +84,9 @@ def attention_map(
         (mass, None, (-0.5, keys - 0.5, *edge))
     ]
     if share is not None:
-        left = -2.0
-        parts.append((share[:, None], "sink", (left, left + 1.0, *edge)))
+        wide = max(1.0, keys / 16)  # broad enough to see and to label
+        left = -1.0 - 1.5 * wide
+        parts.append((share[:, None], "sink", (left, left + wide, *edge)))
     for block, meaning, extent in parts:
         picture = ramp(meaning)
         ax.imshow(block, cmap=picture, vmin=0, vmax=top, extent=extent, aspect="auto")
@@ -99,7 +100,7 @@ def attention_map(
             for (row, column), weight in np.ndenumerate(block):
                 shade = to_hex(picture(min(weight / top, 1.0)))
                 ax.text(
-                    extent[0] + 0.5 + column,
+                    (extent[0] + extent[1]) / 2 if meaning else column,
                     row,
                     f"{weight:.2f}".removeprefix("0") if weight else "",
                     ha="center",
@@ -110,7 +111,7 @@ def attention_map(
     ax.set(xlim=(left - 0.05, keys - 0.45), ylim=(queries - 0.45, -0.55), aspect="equal")
     _label_axes(ax, queries, keys)
     if share is not None:
-        ax.set_xticks([left + 0.5, *ax.get_xticks()])
+        ax.set_xticks([left + wide / 2, *ax.get_xticks()])
         labels = ["sink", *(str(int(tick)) for tick in ax.get_xticks()[1:])]
         ax.set_xticklabels(labels)
         ax.get_xticklabels()[0].set_color(QUIET)
