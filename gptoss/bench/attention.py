@@ -67,7 +67,7 @@ def measure(
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     if cuda:
-        shapes = [Shape(16, 4096), Shape(2, 32_768)]
+        shapes = shapes or (Shape(16, 4096), Shape(2, 32_768))
         runs: dict[str, Attend] = {
             "gptoss": triton_attention,
             "flex_attention": _flex(),
@@ -75,7 +75,7 @@ def measure(
         }
         errors = {"gptoss": max(map(check, cases(torch.bfloat16)))}
     else:
-        shapes = [Shape(1, 1024, 4, 2, 32), Shape(1, 4096, 4, 2, 32)]
+        shapes = shapes or (Shape(1, 512, 4, 2, 32), Shape(1, 2048, 4, 2, 32))
         runs, errors = {"blocked": blocked_attention}, {}
     rows = []
     for shape in shapes:
