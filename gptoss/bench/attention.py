@@ -57,9 +57,16 @@ Attend = Callable[..., Tensor]
 
 
 def measure(
-    *, command: str = "gptoss bench attention", commit: str | None = None
+    shapes: tuple[Shape, ...] | None = None,
+    *,
+    command: str = "gptoss bench attention",
+    commit: str | None = None,
 ) -> dict[str, Any]:
     """Check the operator against float64, then time it beside what PyTorch has, full and through a window of 128.
+
+    Args:
+        shapes: what to time; 65,536 tokens at T = 4,096 and 32,768 on a GPU, small ones on a CPU.
+        command, commit: for the evidence file.
 
     Returns:
         The evidence. On a CPU, the blocked path at small sizes in float32 instead of the kernels.
