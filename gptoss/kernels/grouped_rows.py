@@ -83,7 +83,8 @@ def swiglu_derivative_kept(
     n_parts = triton.cdiv(ffn, tiles.n) * tiles.pieces
     parts = torch.empty(n_parts, n_rows, dtype=torch.float32, device=d_y.device)
     # Fetched by descriptor: their tiles then take whatever layout the accumulators have, and nothing is shuffled for them.
-    gate_up_desc = describe(gate_up, [tiles.m, tiles.n // tiles.pieces])
+    pair = gate_up.unflatten(1, (2, ffn)).transpose(0, 1)  # (2, R, F), the same memory
+    gate_up_desc = describe(pair, [2, tiles.m, tiles.n // tiles.pieces])
     args = (gate_up_desc, hidden, row_weights, parts)
     _launch_rows(d_y, table, (w2,), tiles, False, d_gate_up, DERIVATIVE, *args)
     return d_gate_up, hidden, parts.sum(0)

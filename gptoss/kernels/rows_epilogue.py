@@ -47,8 +47,8 @@ def _finish_piece(
     mask = in_run[:, None] & (columns < width)[None, :]
     if EPILOGUE == DERIVATIVE:
         weight = load_weights(row_weights, rows, in_run)
-        gate = gate_up_desc.load([first_row, first_column]).to(tl.float32)
-        up = gate_up_desc.load([first_row, width + first_column]).to(tl.float32)
+        both = gate_up_desc.load([0, first_row, first_column])  # (2, M, N): one wait for the two
+        gate, up = both.permute(1, 2, 0).to(tl.float32).split()
         gate, up = _tied(gate, y), _tied(up, y)
         store_derivative(
             gate, up, y, weight, rows, in_run, columns, mask, part, hidden, out, parts, n_rows, width

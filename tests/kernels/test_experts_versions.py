@@ -127,18 +127,19 @@ def test_all_rows_on_one_expert_one_row_and_none(counts: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("version", NAMED)
 def test_addresses_past_two_billion_elements(version: str, tmp_path: Path) -> None:
-    # Two experts, the second 2^31 + 4096 elements further on, in a file with a hole: nothing but the ends takes space.
-    far, width, ffn = 2**31 + 4096, 32, 16
-    sparse = tmp_path / "weights"
+    # Five experts 2^29 + 1024 elements apart: the stride fits 32 bits, the last expert's offset, 2^31 + 4096, does not.
+    # They lie in a file with holes, so nothing but the weights takes space.
+    apart, width, ffn = 2**29 + 1024, 32, 16
+    sparse, elements = tmp_path / "weights", 4 * apart + 2 * ffn * width
     with sparse.open("wb") as file:
-        file.truncate(2 * (far + 2 * ffn * width))
-    memory = torch.from_file(str(sparse), True, far + 2 * ffn * width, dtype=torch.float16)
-    w1 = memory.as_strided((2, ffn, width), (far, width, 1))
-    w3 = memory.as_strided((2, ffn, width), (far, width, 1), ffn * width)
-    truth = torch.randn(2, 2, ffn, width) * width**-0.5
+        file.truncate(2 * elements)
+    memory = torch.from_file(str(sparse), True, elements, dtype=torch.float16)
+    w1 = memory.as_strided((5, ffn, width), (apart, width, 1))
+    w3 = memory.as_strided((5, ffn, width), (apart, width, 1), ffn * width)
+    truth = torch.randn(2, 5, ffn, width) * width**-0.5
     for w, value in zip((w1, w3), truth, strict=True):
         w.copy_(value)
-    x, counts = torch.randn(5, width).half(), torch.tensor([2, 3])
+    x, counts = torch.randn(5, width).half(), torch.tensor([1, 1, 0, 1, 2])
     found = grouped_swiglu(x, counts, w1, w3, version)
     want = grouped_swiglu_reference(x.double(), counts, *(t.half().double() for t in truth))
     assert relative_error(found, want) < 1e-3  # the result is rounded to float16, 2^-11
