@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from gptoss.bench.attention import cases, check
 from gptoss.kernels.attention import triton_attention
 from gptoss.model.attention.reference import manual_causal_attention
 
@@ -251,3 +252,12 @@ def test_bad_arguments_are_named():
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match="interpreter multiplies bfloat16"):
             triton_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [c for D in (96, 64, 128, 32) for c in cases(torch.bfloat16, D)], ids=str
+)
+def test_bf16_on_the_gpu_stays_near_float64(case):
+    """bf16 rounds P, dS, out and the gradients to 2^-9 = 2e-3 of each element; cancellation in dS adds some."""
+    assert check(case) < 2e-2
