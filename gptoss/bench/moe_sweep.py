@@ -171,7 +171,13 @@ def try_all(workers: int) -> dict[int, str]:
     """Try all candidates in parallel processes; the numbers of those that fail or do not end, with the reason."""
     command = [sys.executable, "-m", "gptoss.bench.moe_sweep", "--try"]
     jobs = [
-        subprocess.Popen([*command, f"{i}/{workers}"], stdout=subprocess.PIPE, text=True)
+        # A compiler that fails prints its whole program on stderr; the reason comes back on stdout.
+        subprocess.Popen(
+            [*command, f"{i}/{workers}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         for i in range(workers)
     ]
     failed = dict.fromkeys(range(len(every())), "no answer in the trial")
