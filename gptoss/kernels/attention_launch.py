@@ -50,7 +50,7 @@ def choose_plan(
             Tile(64, 64, 4, 2, one_run=True),
             Tile(64, 64, 4, 2, one_run=True),
         )
-    return Plan(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
+    return Plan(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))
 
 
 def launch_forward(
