@@ -48,7 +48,7 @@ def _blocks(
     """Slices of queries with the slice of keys that they can see, and the mask between the two."""
     (B, H, T, _), S = q.shape, k.shape[2]
     reach = S if window is None else min(S, window)
-    size = max(16, min(256, SCORE_BLOCK_ELEMENTS // max(1, B * H * reach)))
+    size = max(16, min(64, SCORE_BLOCK_ELEMENTS // max(1, B * H * reach)))
     index = torch.arange(S, device=q.device)
     for first in range(0, T, size):
         last = min(first + size, T)
