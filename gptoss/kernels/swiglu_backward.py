@@ -5,8 +5,8 @@
     3. [dW1; dW3] = [da | du]ᵀ · x, one launch for both              4·R·C·F
 
 Recompute or keep? Keeping gate and up costs 8·R·F bytes of traffic in bf16 (written once, read once) and 4·R·F bytes of memory
-until the backward pass; recomputing costs 4·R·C·F FLOPs. At C = 768 on an H200 that is 0.2 ms against 0.5 ms for 65,536 rows of
-F = 1536, and 384 MiB kept. This function recomputes, as the documents' does: it keeps its inputs alone.
+until the backward pass; recomputing costs 4·R·C·F FLOPs. For 65,536 rows, C = 768 and F = 1536, a machine of
+4.3 TB/s and 620 TFLOP/s would need 0.19 ms for the one and 0.50 ms for the other (a prediction), and 384 MiB are kept. This function recomputes, as the documents' does: it keeps its inputs alone.
 
 Shapes: R routed rows sorted by expert, C model width, F ffn width, E experts.
 """
