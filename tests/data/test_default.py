@@ -32,12 +32,12 @@ def test_the_first_call_prepares_and_the_second_finds(small_stdlib, tmp_path, mo
 
 
 def test_other_vocabularies_and_retrieval_have_places_of_their_own(small_stdlib, tmp_path):
-    plain = default_dataset(DataConfig(corpus="stdlib"), 400, tmp_path)
-    wider = default_dataset(DataConfig(corpus="stdlib"), 500, tmp_path)
-    names = default_dataset(DataConfig(corpus="stdlib", retrieval_share=0.1), 400, tmp_path)
+    plain = default_dataset(DataConfig(corpus="stdlib"), 800, tmp_path)
+    wider = default_dataset(DataConfig(corpus="stdlib"), 900, tmp_path)
+    names = default_dataset(DataConfig(corpus="stdlib", retrieval_share=0.1), 800, tmp_path)
     assert len({plain.train, wider.train, names.train}) == 3
-    assert len(Tokenizer.load(names.tokenizer).encode(" passkey")) == 1
-    assert len(Tokenizer.load(plain.tokenizer).encode(" passkey")) > 1
+    assert len(Tokenizer.load(names.tokenizer).encode(" zephyr")) == 1
+    assert len(Tokenizer.load(plain.tokenizer).encode(" zephyr")) > 1
 
 
 def test_a_damaged_cache_is_made_again(small_stdlib, tmp_path):
