@@ -16,6 +16,7 @@ from .palette import (
     text_on,
     tint,
 )
+from .roofline_slider import roofline_slider
 from .sink_slider import sink_slider
 from .style import WIDTH, use_style
 
@@ -37,6 +38,7 @@ __all__ = [
     "mask_grid",
     "operation_block",
     "ramp",
+    "roofline_slider",
     "series_line",
     "sink_slider",
     "tensor_block",

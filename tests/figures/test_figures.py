@@ -1,6 +1,7 @@
 """The visual language: colours that stay apart for every eye, helpers that draw what they are told."""
 
 import itertools
+from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -221,3 +222,24 @@ def test_bad_input_says_what_was_expected(draw, words: str) -> None:
     _, axes = plt.subplots()
     with pytest.raises(ValueError, match=words):
         draw(axes)
+
+
+def test_sink_slider_shows_a_softmax_without_scripts() -> None:
+    page = figures.sink_slider({"equal": [0.0, 0.0, 0.0]}, b=0.0)
+    still = page.split("<script>")[0]
+    assert still.count('<span class="number">0.250</span>') == 4  # three keys and the sink
+    assert "the gate is 0.750" in still
+    assert 'type="range"' in still  # a native slider: arrow keys move it
+    assert "http" not in page  # nothing from elsewhere
+    assert "src=" not in page
+
+
+def test_sink_slider_wants_cases_of_one_length() -> None:
+    with pytest.raises(ValueError, match=r"lengths \[1, 2\]"):
+        figures.sink_slider({"one": [0.0], "two": [0.0, 1.0]})
+
+
+def test_notation_page_shows_the_palette() -> None:
+    page = (Path(__file__).parents[2] / "book" / "notation.md").read_text(encoding="utf-8")
+    for meaning, color in figures.COLORS.items():
+        assert color in page, meaning
