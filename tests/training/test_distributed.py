@@ -195,6 +195,22 @@ def test_a_signal_to_one_process_ends_all_at_the_same_step(small_run, tmp_path):
     assert CheckpointManager(tmp_path / "both").latest_step() == 4
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_processes_write_samples_together(small_run, prepared, tmp_path, engine):
+    data = {"train_data_path": str(prepared), "validation_data_path": None}
+    settings = {"parallel": engine, "sample_interval": 2, "total_steps": 2, **ONE_BY_ONE}
+    run = small_run(model={"vocab_size": 320}, data=data, **settings)
+
+    def work(rank: int) -> None:
+        result = pretrain(run, progress=False)
+        (tmp_path / f"samples{rank}").write_text(json.dumps(result.samples))
+
+    on_ranks(tmp_path, work)
+    written = [json.loads((tmp_path / f"samples{rank}").read_text()) for rank in (0, 1)]
+    assert written[0] == written[1]
+    assert written[0][0][1].startswith("def ")
+
+
 def test_an_error_of_the_main_process_is_everybodys(tmp_path):
     def work(rank: int) -> None:
         def fail() -> None:
