@@ -77,6 +77,10 @@ def prepare(
     column: Annotated[
         str, typer.Option(help="The field with the text in JSONL, Parquet and datasets.")
     ] = "text",
+    retrieval_names: Annotated[
+        bool,
+        typer.Option(help="Also learn the words of the passkey lines, each as one token."),
+    ] = False,
 ) -> None:
     """Turn text into shards of tokens, with a tokenizer and a manifest.
 
@@ -99,6 +103,7 @@ def prepare(
         processes=processes,
         shard_tokens=shard_tokens,
         column=column,
+        retrieval_names=retrieval_names,
     )
     print(f"train       {done.train}")
     print(f"validation  {done.validation or 'none'}")
