@@ -6,7 +6,7 @@ import math
 from .palette import CARD, COLORS, INK, QUIET, RULE
 
 SIDES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-LEFT, RIGHT, TOP, BOTTOM = 52, 508, 12, 188  # the plot's frame in SVG units
+LEFT, RIGHT, TOP, BOTTOM = 52, 500, 12, 188  # the plot's frame in SVG units
 LOW_X, HIGH_X, LOW_Y, HIGH_Y = -1.0, 3.0, 11.0, 15.5  # decades of FLOP/B and of FLOP/s
 
 _STYLE = f"""
