@@ -4,6 +4,9 @@
 .DEFAULT_GOAL := help
 .PHONY: help book test lint types pytest notebooks lab format evidence torture clean
 
+# Threads that wait sleep: on a busy machine spinning ones take ten times as long.
+export OMP_WAIT_POLICY ?= passive
+
 PYTHON ?=
 TORCH ?=
 OPEN ?= yes
