@@ -233,10 +233,17 @@ def run(function: Callable[..., Any], trial: Trial, names: tuple[str, ...]) -> O
     changed = tuple(
         place
         for place, (after, before) in enumerate(zip(arguments, untouched, strict=True))
-        if isinstance(before, Tensor) and not torch.equal(after, before)
+        if isinstance(before, Tensor) and not _unchanged(before, after)
     )
     detached = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
     return Outcome(detached, gradients, changed=changed)
+
+
+def _unchanged(before: Tensor, after: Tensor) -> bool:
+    """Whether a tensor holds what it held; a NaN that was there may stay."""
+    return torch.equal(torch.nan_to_num(after), torch.nan_to_num(before)) and torch.equal(
+        torch.isnan(after), torch.isnan(before)
+    )
 
 
 def _gradients(values: tuple[Any, ...], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

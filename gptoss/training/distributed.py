@@ -7,6 +7,7 @@ Both average gradients over the processes. On several machines the command is th
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -102,6 +103,7 @@ def join_world(device: torch.device | str | None = None) -> Iterator[World]:
         yield World(chosen, dist.get_rank(), dist.get_world_size())
     finally:
         if mine:
+            gc.collect()  # a DDP module that outlives its process group waits for it for ever
             dist.destroy_process_group()
 
 

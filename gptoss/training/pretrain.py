@@ -14,7 +14,7 @@ from gptoss.config import RunConfig
 from gptoss.data.tokenizers import Tokenizer
 from gptoss.model.transformer import GPTOSS
 from gptoss.training.assembly import assemble
-from gptoss.training.distributed import join_world
+from gptoss.training.distributed import World, join_world
 from gptoss.training.interrupt import stop_on_signal
 from gptoss.training.plan import RunPlan
 from gptoss.training.preflight import check_run
@@ -103,9 +103,21 @@ def pretrain(
     """
     if max_steps is not None and max_steps < 0:
         raise ValueError(f"max_steps = {max_steps}: expected 0 or more")
+    with join_world(device) as world:
+        return _run(run, world, resume, progress, on_step, max_steps)
+
+
+def _run(
+    run: RunConfig,
+    world: World,
+    resume: str | int,
+    progress: bool,
+    on_step: OnStep | None,
+    max_steps: int | None,
+) -> PretrainResult:
+    """The run inside its world: what it builds is gone when it returns, before the processes part."""
     settings = run.training
     with ExitStack() as stack:
-        world = stack.enter_context(join_world(device))
         ready = check_run(run, resume, world)
         first, total = ready.first_step, settings.total_steps
         last = total if max_steps is None else min(total, first + max_steps)

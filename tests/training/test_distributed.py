@@ -2,10 +2,13 @@
 
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from ranks import on_ranks
 from small_run import SMALL_MODEL
 
@@ -78,6 +81,34 @@ def test_a_run_moves_between_one_process_and_two(small_run, tmp_path, engine):
     last = pretrain(run, progress=False)
     assert last.first_step == 7
     assert first.losses + middle + last.losses == pytest.approx(straight.losses, rel=1e-4)
+
+
+def test_torchrun_trains_and_ends(small_run, tmp_path):
+    run = small_run("launched", **ONE_BY_ONE)
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(run.to_dict()))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command += [
+        "-m",
+        "gptoss",
+        "pretrain",
+        "--config",
+        str(config),
+        "--device",
+        "cpu",
+        "--max-steps",
+        "2",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert CheckpointManager(run.training.save_dir).latest_step() == 2
 
 
 @pytest.mark.parametrize("engine", ENGINES)
