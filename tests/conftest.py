@@ -10,6 +10,9 @@ if (
 ):  # Triton reads this when a kernel is defined, so it is set before any import of one
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The tests are small, and several fork: the child of a process that has used OpenMP's threads waits for them for ever.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
