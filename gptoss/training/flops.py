@@ -6,14 +6,15 @@ C model width, T tokens of a sequence, W window.
 import torch
 
 from gptoss.config import ModelConfig
+from gptoss.model.attention import count_visible_pairs
 
 MFU_CONVENTION = (
     "MFU = tokens/s · (6 · active parameters + attention by visible pairs) / bf16 matmul peak; "
     "recomputation not counted"
 )
 
-# FLOP/s of dense bf16 matrix products. H200: the rate that PyTorch's 8192³ product reached there (BASELINES: 781-806
-# TFLOP/s); the others: NVIDIA's data sheets, without sparsity. The first name that a device's name contains counts.
+# FLOP/s of dense bf16 matrix products. H200: the rate that PyTorch's 8192³ product reached there (781-806
+# TFLOP/s in several runs); the others: NVIDIA's data sheets, without sparsity. The first name that a device's name contains counts.
 BF16_PEAK = {
     "H200": 790e12,
     "H100 PCIe": 756e12,
@@ -29,16 +30,11 @@ BF16_PEAK = {
 
 
 def visible_pairs(cfg: ModelConfig, seq_len: int) -> list[int]:
-    """How many (query, key) pairs each layer computes over one sequence.
-
-        full: T(T+1)/2;   windowed: W(W+1)/2 + (T−W)W for T ≥ W
-
-    Source: chapter 6.
-    """
-    full = seq_len * (seq_len + 1) // 2
-    window = min(cfg.window_size, seq_len)
-    banded = window * (window + 1) // 2 + (seq_len - window) * window
-    return [banded if cfg.is_windowed(layer) else full for layer in range(cfg.n_layers)]
+    """How many (query, key) pairs each layer computes over one sequence (chapter 6)."""
+    return [
+        count_visible_pairs(seq_len, cfg.window_size if cfg.is_windowed(layer) else None)
+        for layer in range(cfg.n_layers)
+    ]
 
 
 def training_flops_per_token(cfg: ModelConfig, active_parameters: int, seq_len: int) -> float:
