@@ -338,3 +338,10 @@ def test_traceback_shows_where(trained):
 @pytest.mark.parametrize("name", ["tiny", "pretrain_a100_502m"])
 def test_the_packaged_configurations_load(name):
     assert load_config(name).training.total_steps > 0
+
+
+def test_all_tables_want_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, problem = run(capsys, "bench", "all")
+    assert code == 2
+    assert "needs a GPU" in problem

@@ -195,7 +195,8 @@ def step_time(
 @app.command()
 def bench(
     tables: Annotated[
-        list[str] | None, typer.Argument(help="Which; without one, what there is is listed.")
+        list[str] | None,
+        typer.Argument(help="Which, or all; without one, what there is is listed."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -205,12 +206,20 @@ def bench(
     """Measure a table of the book, print it with its machine and software, and keep it as evidence."""
     import importlib
 
+    import torch
+
     from gptoss.bench import evidence
 
     known = _bench_tables()
     if not tables:
         print("tables: " + ", ".join(known))
         return
+    if tables == ["all"]:
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "bench all measures the book's evidence and needs a GPU; without one, name a table"
+            )
+        tables = known
     for name in tables:
         if name.replace("-", "_") not in known:
             raise ValueError(f"no table {name!r}; there is: {', '.join(known)}")

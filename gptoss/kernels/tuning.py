@@ -1,8 +1,8 @@
 """Block sizes by GPU: a table, so that the first call is the same as every later one.
 
 An autotuner would time candidates on the first call, on whatever shape comes first. Here every choice is written down, and
-chapter 10 can print it. Hopper's rows are so far chosen by the compiler's report
-(no spilled registers, shared memory within the limit); ``python -m gptoss.bench.moe_sweep`` times the candidates.
+chapter 10 can print it. Hopper's rows are so far chosen by the compiler's report, the group of
+"swiglu" by a measurement (no spilled registers, shared memory within the limit); ``python -m gptoss.bench.moe_sweep`` times the candidates.
 
 Shared memory of one program: each stage holds one tile of rows and the weight tiles that meet it, so
 bytes = stages · k · (m + weights · n) · itemsize, plus what the epilogue reorders.
