@@ -19,6 +19,7 @@ from .palette import (
 from .roofline_slider import roofline_slider
 from .sink_slider import sink_slider
 from .style import WIDTH, use_style
+from .window_slider import window_slider
 
 __all__ = [
     "CARD",
@@ -45,4 +46,5 @@ __all__ = [
     "text_on",
     "tint",
     "use_style",
+    "window_slider",
 ]
