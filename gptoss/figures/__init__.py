@@ -3,6 +3,7 @@
 from .bars import compare_bars, series_line
 from .blocks import Block, diagram, flow_arrow, operation_block, tensor_block
 from .grids import attention_map, mask_grid
+from .load_slider import load_slider
 from .palette import (
     CARD,
     COLORS,
@@ -36,6 +37,7 @@ __all__ = [
     "contrast",
     "diagram",
     "flow_arrow",
+    "load_slider",
     "mask_grid",
     "operation_block",
     "ramp",
