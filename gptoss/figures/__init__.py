@@ -20,6 +20,7 @@ from .palette import (
 from .roofline_slider import roofline_slider
 from .sink_slider import sink_slider
 from .style import WIDTH, use_style
+from .tile_walk import tile_walk
 from .window_slider import window_slider
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "sink_slider",
     "tensor_block",
     "text_on",
+    "tile_walk",
     "tint",
     "use_style",
     "window_slider",
