@@ -6,20 +6,17 @@ ids, `generate_with_result` returns ids, text and timings.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from gptoss.model.cache import MixedKVCache
-
-from .prefill import prefill
+from .engine import Engine, choose_engine, ready_decoder, start_reader
+from .prefill import choose_chunk_size
 from .prompts import Prompts
 from .request import Request, check_request
-from .rope_mode import rope_mode
-from .sampling import forbid, sample_next
 from .text import TextStream, Tokenizer
 
 
@@ -28,7 +25,8 @@ class Step:
     """One generated token of every row.
 
     `tokens[b]` is None once row b has stopped. `texts[b]` is what became whole characters in this step, empty without
-    a tokenizer. `seconds` is the step's own time; that of step 0 holds the prefill.
+    a tokenizer. `seconds` is the time that the step was waited for; that of step 0 holds the prefill. With the graph
+    engine tokens come in blocks: the first of a block was waited for, the others were there.
     """
 
     index: int
@@ -42,7 +40,8 @@ class GenerationResult:
     """What a generation gave.
 
     `ids` (B, T + n) holds prompt and new tokens, as `generate` returns them; `new_tokens` and `texts` have one entry a
-    row, without padding; times are in seconds.
+    row, without padding; times are in seconds. `engine` is the one that ran, "eager" or "graph", and `prepare_seconds` is
+    what its buffers and graph took, which is not part of the other times.
     """
 
     ids: Int[Tensor, "B T_plus_n"]
@@ -51,6 +50,8 @@ class GenerationResult:
     rope_mode: str
     prefill_seconds: float
     decode_seconds: float
+    engine: str = "eager"
+    prepare_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,10 +73,11 @@ def stream(
     stop_ids: Sequence[int] = (),
     seed: int | None = None,
     rope: str = "auto",
-    prefill_chunk: int = 4096,
+    prefill_chunk: int | None = None,
     key_start: Int[Tensor, "B"] | Sequence[int] | None = None,
     pad_id: int = 0,
     tokenizer: Tokenizer | None = None,
+    engine: Engine = "auto",
 ) -> Iterator[Step]:
     """Generate token by token.
 
@@ -92,21 +94,26 @@ def stream(
         seed: of the draws; None uses the default generator.
         rope: "plain", "yarn" or "auto" (YaRN when prompt and new tokens exceed yarn_original_max_seq_len or when the
             model is set to YaRN). One mode holds for all rows and the whole sequence; the model's own is restored.
-        prefill_chunk: how many prompt tokens the model reads at once (tokens); the result does not depend on it.
+        prefill_chunk: how many prompt tokens the model reads at once (tokens); `choose_chunk_size` when left out. The
+            result does not depend on it.
         key_start: padding tokens of each row, for ids (B, T) that are padded on the left.
         pad_id: fills the left of short prompts and the right of rows that stopped.
         tokenizer: for text in and out.
+        engine: "eager" runs the model's layers step by step; "graph" replays a captured step (one sequence, Triton's
+            kernels, a GPU; on a CPU the kernels are interpreted); "auto" takes the graph where `choose_engine` finds it
+            worth capturing. A `Decoder` made beforehand spares capturing again. The tokens are the same up to rounding.
 
     Returns:
         An iterator of `Step`. The arguments are checked before it is returned.
 
     Raises:
-        ValueError: an empty prompt, an id outside the vocabulary, a setting outside its range, or more tokens than
-            eval_max_seq_len; later, from the iterator, if the model's logits are NaN.
+        ValueError: an empty prompt, an id outside the vocabulary, a setting outside its range, more tokens than
+            eval_max_seq_len, or an engine that cannot serve the request; later, from the iterator, if the model's
+            logits are NaN.
 
     Source: chapter 15.
     """
-    request = check_request(
+    request = _request(
         model,
         input_ids,
         max_new_tokens,
@@ -123,7 +130,7 @@ def stream(
         pad_id=pad_id,
         tokenizer=tokenizer,
     )
-    return _steps(model, request)
+    return _steps(model, request, choose_engine(model, request, engine))
 
 
 def generate(
@@ -171,6 +178,7 @@ def generate_with_result(
     max_new_tokens: int,
     *,
     on_token: Callable[[Step], None] | None = None,
+    engine: Engine = "auto",
     **settings: Any,
 ) -> GenerationResult:
     """Generate and return tokens, text and timings.
@@ -178,6 +186,7 @@ def generate_with_result(
     Args:
         model, input_ids, max_new_tokens: as in `stream`.
         on_token: called with every `Step` as soon as it exists.
+        engine: as in `stream`; `result.engine` says which one ran.
         settings: the other arguments of `stream`, by name.
 
     Returns:
@@ -188,14 +197,18 @@ def generate_with_result(
 
     Source: chapter 15.
     """
-    request = check_request(model, input_ids, max_new_tokens, **settings)
+    request = _request(model, input_ids, max_new_tokens, **settings)
+    chosen = choose_engine(model, request, engine)
+    began = time.perf_counter()
+    decoder = ready_decoder(model, request, chosen) if request.max_new_tokens else None
+    prepare_seconds = time.perf_counter() - began
     ids = request.batch.ids
     B = ids.shape[0]
     new_tokens: list[list[int]] = [[] for _ in range(B)]
     texts = [""] * B
     columns = []
     seconds = []
-    for step in _steps(model, request):
+    for step in _steps(model, request, chosen if decoder is None else decoder):
         for row, token in enumerate(step.tokens):
             if token is not None:
                 new_tokens[row].append(token)
@@ -208,46 +221,49 @@ def generate_with_result(
         new = torch.tensor(columns, dtype=torch.long, device=ids.device).T  # (B, n)
         ids = torch.cat([ids, new], dim=1)
     return GenerationResult(
-        ids, new_tokens, texts, request.mode, sum(seconds[:1]), sum(seconds[1:])
+        ids,
+        new_tokens,
+        texts,
+        request.mode,
+        sum(seconds[:1]),
+        sum(seconds[1:]),
+        "eager" if decoder is None else "graph",
+        prepare_seconds,
     )
 
 
-def _steps(model: nn.Module, request: Request) -> Iterator[Step]:
+def _request(
+    model: nn.Module,
+    input_ids: Prompts,
+    max_new_tokens: int,
+    prefill_chunk: int | None = None,
+    **settings: Any,
+) -> Request:
+    if prefill_chunk is not None:
+        settings["prefill_chunk"] = prefill_chunk
+    request = check_request(model, input_ids, max_new_tokens, **settings)
+    if prefill_chunk is not None:
+        return request
+    ids = request.batch.ids
+    return replace(request, prefill_chunk=choose_chunk_size(ids.device, ids.shape[0]))
+
+
+def _steps(model: nn.Module, request: Request, engine: Engine) -> Iterator[Step]:
     """The loop. Nothing of it stays switched on in the model while the caller holds a step."""
-    ids, key_start = request.batch.ids, request.batch.key_start
-    B, T = ids.shape
+    B = request.batch.ids.shape[0]
     stop_ids = set(request.stop_ids.tolist())
     alive = [True] * B
     writers = [] if request.tokenizer is None else [TextStream(request.tokenizer) for _ in range(B)]
-    cache = None
+    column: list[int] = []
+    if request.max_new_tokens == 0:
+        return
+    read = start_reader(model, request, engine)
     for index in range(request.max_new_tokens):
         began = time.perf_counter()
-        with torch.no_grad(), rope_mode(model, request.mode):
-            if not request.use_cache:
-                logits, _ = model(ids, key_start=key_start, last_only=True)
-                logits = logits[:, -1]  # (B, 1, V) -> (B, V)
-            elif cache is None:
-                cache = MixedKVCache.for_model(model, B, max_len=T + request.max_new_tokens)
-                logits = prefill(
-                    model, ids, cache, key_start=key_start, chunk_size=request.prefill_chunk
-                )
-            else:
-                logits = prefill(model, ids[:, -1:], cache, key_start=key_start)
-            if bool(logits.isnan().any()):
-                raise ValueError(
-                    f"the model's logits are NaN at new token {index}; look for NaN in its weights or lower precision"
-                )
-            if index < request.min_new_tokens:
-                logits = forbid(logits, request.stop_ids)
-            drawn = sample_next(
-                logits, request.temperature, request.top_k, request.top_p, request.generator
-            ).tolist()  # also waits for the device, so the time below is the step's
+        drawn = read(column)  # waits for the device, so the time below is the step's
+        seconds = time.perf_counter() - began
         tokens = [token if live else None for token, live in zip(drawn, alive, strict=True)]
         column = [request.pad_id if token is None else token for token in tokens]
-        new = torch.tensor(column, dtype=torch.long, device=ids.device)[:, None]  # (B, 1)
-        # A cached step needs the last token only; the uncached one the whole sequence.
-        ids = new if request.use_cache else torch.cat([ids, new], dim=1)
-        seconds = time.perf_counter() - began
 
         alive = [token is not None and token not in stop_ids for token in tokens]
         done = not any(alive) or index == request.max_new_tokens - 1

@@ -9,6 +9,25 @@ from torch import Tensor, nn
 
 from gptoss.model.cache import MixedKVCache
 
+CPU_CHUNK = 4096
+CUDA_CHUNK = 16_384
+
+
+def choose_chunk_size(device: torch.device, batch_size: int = 1) -> int:
+    """Tokens of each row to read at once: enough to fill the device, few enough that activations stay small.
+
+    A GPU reads 16,384 tokens of all rows together: with fewer, the first chunks of a long prompt, whose attention is
+    short, end before the host has launched the next one. On a CPU there is nothing to fill and 4,096 cost less memory.
+
+    Args:
+        device: of the model.
+        batch_size: B.
+
+    Returns:
+        At least 1,024 (tokens).
+    """
+    return max(1024, (CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK) // batch_size)
+
 
 @torch.no_grad()
 def prefill(
@@ -17,19 +36,20 @@ def prefill(
     cache: MixedKVCache,
     *,
     key_start: Int[Tensor, "B"] | None = None,
-    chunk_size: int = 4096,
+    chunk_size: int | None = None,
 ) -> Float[Tensor, "B V"]:
     """Read tokens into the cache chunk by chunk and return the logits after the last one.
 
     Only one chunk's activations exist at a time and no logits but the last ones, so that memory beside the cache does
-    not grow with T.
+    not grow with T. In a cache with `max_len`, global layers write each chunk in place and attend over a view of their
+    buffer: nothing of the old keys is moved.
 
     Args:
         model: a GPTOSS, already in the rotary mode that is wanted.
         ids: (B, T) token ids, T ≥ 1.
         cache: takes the keys and values; may hold earlier ones.
         key_start: (B,) padding tokens of each row, or None.
-        chunk_size: tokens read at once.
+        chunk_size: tokens read at once; `choose_chunk_size` when left out. The result does not depend on it.
 
     Returns:
         (B, V) logits of the next token.
@@ -39,6 +59,8 @@ def prefill(
 
     Source: chapter 15.
     """
+    if chunk_size is None:
+        chunk_size = choose_chunk_size(ids.device, ids.shape[0])
     if chunk_size < 1:
         raise ValueError(f"prefill_chunk must be at least 1, got {chunk_size}")
     for chunk in ids.split(chunk_size, dim=1):
