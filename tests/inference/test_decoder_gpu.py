@@ -35,6 +35,7 @@ TINY = ModelConfig(
     window_size=8,
     yarn_original_max_seq_len=64,
     yarn_target_seq_len=512,
+    max_seq_len=64,
     eval_max_seq_len=512,
     init_std=0.1,
 )
