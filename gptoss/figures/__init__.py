@@ -22,6 +22,7 @@ from .sink_slider import sink_slider
 from .style import WIDTH, use_style
 from .tile_walk import tile_walk
 from .window_slider import window_slider
+from .yarn_slider import yarn_slider
 
 __all__ = [
     "CARD",
@@ -51,4 +52,5 @@ __all__ = [
     "tint",
     "use_style",
     "window_slider",
+    "yarn_slider",
 ]
