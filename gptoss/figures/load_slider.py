@@ -30,7 +30,7 @@ html .bd-content div.cell_output .text_html:has(> #load-slider) {{ background: n
 _SCRIPT = """
 (function () {
   const root = document.getElementById("load-slider"), logits = LOGITS, k = CHOSEN, experts = logits[0].length;
-  const [start, heat] = root.querySelectorAll("input"), rows = root.querySelectorAll(".expert.row");
+  const [start, heat] = root.querySelectorAll("input"), rows = root.querySelectorAll(".expert.load");
   const said = root.querySelector("p"), [startShown, heatShown] = root.querySelectorAll("output");
   function draw() {
     const h = Number(start.value), tau = Math.pow(2, Number(heat.value));
@@ -100,7 +100,7 @@ def load_slider(
     slots, mean = _load(logits, k, head_start, temperature)
     loss = n_experts * sum(f * p for f, p in zip(slots, mean, strict=True))
     rows = "".join(
-        f'<div class="expert row"><span>expert {e}</span><div class="track">'
+        f'<div class="expert load"><span>expert {e}</span><div class="track">'
         f'<div class="bar slots" style="width:{100 * f:.2f}%"></div>'
         f'<div class="bar mean" style="width:{100 * p:.2f}%"></div></div>'
         f'<span class="number">{f:.3f}</span><span class="number">{p:.3f}</span></div>'
