@@ -583,7 +583,7 @@ check_repaired_layer = Exercise(
     ),
     alternatives=(_layer_dense,),
     hints=(
-        "Try it with one token: it is right. What changes with two?",
+        "With k = 1 it is right. Which numbers are then all the same?",
         "Three things go through the sort: rows, tokens and weights. Follow each.",
         "weights.flatten() is in slot order. The groups are in sorted order.",
     ),
