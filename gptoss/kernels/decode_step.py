@@ -44,7 +44,6 @@ def best_of_block_kernel(logits, values, ids, V, BLOCK: tl.constexpr):
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(logits + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     broken = row != row
-    row = tl.where(broken, float("-inf"), row)
     best = tl.program_id(0) * BLOCK + tl.argmax(row, 0)
     tl.store(values + tl.program_id(0), tl.max(row, 0))
     tl.store(ids + tl.program_id(0), tl.where(tl.max(broken.to(tl.int32), 0) > 0, -1, best))
