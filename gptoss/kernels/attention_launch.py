@@ -38,7 +38,8 @@ def choose_plan(
 ) -> Plan:
     """The tiles for a shape and a device, cut down where shared memory is small.
 
-    Those of the full forward and backward pass are the fastest of a few tried on one H200; the others are not yet measured.
+    On a GPU with much shared memory and 16-bit rows: the fastest of those that `gptoss.bench.attention_sweep` tries on one
+    H200. Elsewhere: what fits.
     """
     if device.type != "cuda":
         return Plan(*[Tile(16, 16, 4, 1, one_run=window is not None and window <= 16)] * 3)
@@ -49,11 +50,11 @@ def choose_plan(
         return Plan(*[Tile(32, 32, 4, stages)] * 3)
     if window is not None and window <= 512:
         return Plan(
-            Tile(64, 64, 4, 3, one_run=True),
-            Tile(64, 64, 4, 2, one_run=True),
-            Tile(64, 64, 4, 2, one_run=True),
+            Tile(64, 32, 4, 3, one_run=True),
+            Tile(64, 32, 4, 2, one_run=True),
+            Tile(32, 64, 4, 2, one_run=True),
         )
-    return Plan(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))
+    return Plan(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3))
 
 
 def launch_forward(

@@ -189,9 +189,9 @@ def launch_experts(
     w2: Tensor,
     shared: tuple[Tensor, Tensor, Tensor] | None,
     residual: Tensor | None,
-    up_rows: int = 4,
-    down_rows: int = 4,
-    warps: int = 4,
+    up_rows: int = 2,
+    down_rows: int = 2,
+    warps: int = 2,
 ) -> Tensor:
     """(N, C) in x's dtype; all tensors contiguous."""
     (N, C), (E, F), k = x.shape, w1.shape[:2], indices.shape[1]

@@ -155,7 +155,7 @@ def launch_linear(
     residual: Tensor | None,
     eps: float,
     out_rows: int = 4,
-    warps: int = 4,
+    warps: int = 2,
 ) -> Tensor:
     """(N, OUTPUTS) in x's dtype; all tensors contiguous."""
     (N, C), OUTPUTS = x.shape, weight.shape[0]

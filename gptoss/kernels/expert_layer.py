@@ -80,12 +80,12 @@ def _experts(
     x, w1, w3, w2 = _padded(x, w1, w3, w2)
     rows, row_weights = gather_rows(x, order, k, weights)
     assert row_weights is not None
-    table = tile_table(counts, rows.shape[0], tiles["swiglu"].height)
+    table = tile_table(counts, rows.shape[0], tiles["swiglu"].m)
     hidden, gate_up = swiglu_persistent(
         rows, table, w1, w3, tiles["swiglu"], row_weights=row_weights, keep=not recompute
     )
-    if tiles["down"].height != table.tile_rows:
-        table = tile_table(counts, rows.shape[0], tiles["down"].height)
+    if tiles["down"].m != table.tile_rows:
+        table = tile_table(counts, rows.shape[0], tiles["down"].m)
     y = grouped_rows(hidden, table, (w2,), tiles["down"], transposed=True)
     out = sum_rows(y, inverse, k)[:, :width].contiguous()
     return out, x.new_empty(0) if gate_up is None else gate_up, row_weights
@@ -126,14 +126,14 @@ def _experts_backward(
     hidden: Tensor | None
     d_row_weights: Tensor | None
     if gate_up.numel():
-        table = tile_table(counts, n_rows, tiles["derivative"].height)
+        table = tile_table(counts, n_rows, tiles["derivative"].m)
         d_gate_up, hidden, d_row_weights = swiglu_derivative_kept(
             d_y, table, w2, gate_up, row_weights, tiles["derivative"]
         )
     else:
-        table = tile_table(counts, n_rows, tiles["down"].height)
+        table = tile_table(counts, n_rows, tiles["down"].m)
         d_hidden = grouped_rows(d_y, table, (w2,), tiles["down"], transposed=False)
-        table = tile_table(counts, n_rows, tiles["swiglu_backward"].height)
+        table = tile_table(counts, n_rows, tiles["swiglu_backward"].m)
         d_gate_up, hidden, d_row_weights = swiglu_derivative_recomputed(
             d_hidden, rows, table, w1, w3, tiles["swiglu_backward"], row_weights=row_weights
         )
@@ -144,8 +144,8 @@ def _experts_backward(
     products = (Product(d_gate_up, rows, (dw1, dw3)), Product(d_y, hidden, (dw2,)))
     grouped_weight_gradients(products, table, tiles["weights"])
     del hidden, d_y, rows, products
-    if tiles["input"].height != table.tile_rows:
-        table = tile_table(counts, n_rows, tiles["input"].height)
+    if tiles["input"].m != table.tile_rows:
+        table = tile_table(counts, n_rows, tiles["input"].m)
     d_rows = grouped_rows(d_gate_up, table, (w1, w3), tiles["input"], transposed=False)
     return (
         sum_rows(d_rows, inverse, k)[:, :width].contiguous(),

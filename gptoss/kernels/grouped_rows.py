@@ -16,7 +16,6 @@ from gptoss.kernels.descriptors import describable, describe, describe_pair
 from gptoss.kernels.expert_tiles import TileTable, grouped_order
 from gptoss.kernels.launch import programs
 from gptoss.kernels.rows_epilogue import DERIVATIVE, PLAIN, finish_rows
-from gptoss.kernels.rows_forms import rows_specialized, rows_tall
 from gptoss.kernels.tuning import Tiles
 
 
@@ -43,13 +42,6 @@ def grouped_rows(
     Source: chapter 10, version 5.
     """
     out = a.new_empty(a.shape[0], weights[0].shape[1 if transposed else 2])
-    depth = weights[0].shape[2 if transposed else 1]
-    if a.shape[0] and tiles.form == "tall":
-        rows_tall(a, table, weights, tiles, transposed, out)
-        return out
-    if a.shape[0] and tiles.form == "specialized" and depth % tiles.k == 0:
-        rows_specialized(a, table, weights, tiles, transposed, out)
-        return out
     _launch_rows(a, table, weights, tiles, transposed, out, PLAIN)
     return out
 

@@ -105,7 +105,7 @@ def _swiglu(x: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, version: str) -> 
     from gptoss.kernels.swiglu_persistent import swiglu_persistent
 
     tiles, ffn = choice.tiles["swiglu"], w1.shape[1]
-    table = tile_table(counts, x.shape[0], tiles.height)
+    table = tile_table(counts, x.shape[0], tiles.m)
     x = pad_to_engine(x, (1,))
     w1, w3 = pad_to_engine(w1, (1, 2)), pad_to_engine(w3, (1, 2))
     hidden, _ = swiglu_persistent(x, table, w1, w3, tiles)

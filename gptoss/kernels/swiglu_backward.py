@@ -49,12 +49,12 @@ def swiglu_backward(
     x = describable(pad_to_engine(x_sorted, (1,)))
     w1, w3 = (describable(pad_to_engine(w, (1, 2))) for w in (w1, w3))
     d_hidden = pad_to_engine(d_hidden, (1,))
-    table = tile_table(counts, n_rows, tiles["swiglu_backward"].height)
+    table = tile_table(counts, n_rows, tiles["swiglu_backward"].m)
     d_gate_up, _, _ = swiglu_derivative_recomputed(
         d_hidden, x, table, w1, w3, tiles["swiglu_backward"]
     )
-    if tiles["input"].height != table.tile_rows:
-        table = tile_table(counts, n_rows, tiles["input"].height)
+    if tiles["input"].m != table.tile_rows:
+        table = tile_table(counts, n_rows, tiles["input"].m)
     dx = grouped_rows(d_gate_up, table, (w1, w3), tiles["input"], transposed=False)
     dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
     grouped_weight_gradients((Product(d_gate_up, x, (dw1, dw3)),), table, tiles["weights"])

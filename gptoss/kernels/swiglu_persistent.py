@@ -25,7 +25,6 @@ from gptoss.kernels.swiglu_epilogue import (
     HIDDEN_AND_KEEP,
     finish_swiglu,
 )
-from gptoss.kernels.swiglu_forms import swiglu_specialized, swiglu_tall
 from gptoss.kernels.tuning import Tiles
 
 
@@ -61,10 +60,6 @@ def swiglu_persistent(
     hidden = x_sorted.new_empty(n_rows, ffn)
     gate_up = x_sorted.new_empty(n_rows, 2 * ffn) if keep else None
     if n_rows == 0:
-        return hidden, gate_up
-    if tiles.form != "plain":
-        run = swiglu_tall if tiles.form == "tall" else swiglu_specialized
-        run(x_sorted, table, w1, w3, tiles, row_weights, hidden, gate_up)
         return hidden, gate_up
     mode = HIDDEN_AND_KEEP if keep else HIDDEN
     _launch(x_sorted, table, w1, w3, tiles, mode, row_weights, hidden, gate_up, None, None)

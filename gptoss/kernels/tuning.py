@@ -1,8 +1,8 @@
 """Block sizes by GPU: a table, so that the first call is the same as every later one.
 
 An autotuner would time candidates on the first call, on whatever shape comes first. Here every choice is written down, and
-chapter 10 can print it. Hopper's rows are so far chosen by the compiler's report, the group of
-"swiglu" by a measurement (no spilled registers, shared memory within the limit); ``python -m gptoss.bench.moe_sweep`` times the candidates.
+chapter 10 can print it. Hopper's rows are the fastest of those that ``python -m gptoss.bench.moe_sweep`` tries on one H200;
+the others are chosen by the compiler's report (no spilled registers, shared memory within the limit).
 
 Shared memory of one program: each stage holds one tile of rows and the weight tiles that meet it, so
 bytes = stages · k · (m + weights · n) · itemsize, plus what the epilogue reorders.
@@ -32,7 +32,6 @@ class Tiles:
 
     ``group`` row tiles are walked together; ``warps`` and ``stages`` are Triton's num_warps and num_stages; persistent kernels
     start ``per_sm`` programs on each multiprocessor; ``flatten`` lets a program fetch its next tile during an epilogue;
-    ``form`` is "plain", "tall" or "specialized" (see ``swiglu_forms``);
     ``pieces`` (1, 2 or 4) says in how many column pieces a result is stored; ``registers`` caps those of a thread.
     """
 
@@ -44,14 +43,8 @@ class Tiles:
     group: int = 8
     per_sm: int = 1
     flatten: bool = True
-    form: str = "plain"
     pieces: int = 1
     registers: int | None = None
-
-    @property
-    def height(self) -> int:
-        """Rows of the tiles that the table must be cut in."""
-        return self.m * 3 // 2 if self.form == "tall" else self.m
 
 
 # Kernel names: "tuned" (version 3), "swiglu" (version 4, forward), "swiglu_backward" (derivative by recomputation),
@@ -66,11 +59,11 @@ INTERPRETER = {name: Tiles(16, 128, 32, 4, 2, group=2, pieces=2) for name in KER
 HOPPER_16_BIT = {
     "tuned": Tiles(128, 128, 64, 8, 3),
     "swiglu": Tiles(128, 128, 64, 8, 4, group=3, pieces=4),
-    "swiglu_backward": Tiles(128, 128, 64, 8, 3, pieces=4),
-    "derivative": Tiles(128, 128, 64, 8, 3, pieces=4),
-    "down": Tiles(128, 256, 64, 8, 4, pieces=4),
-    "input": Tiles(128, 256, 64, 8, 4, pieces=4),
-    "weights": Tiles(128, 256, 64, 8, 4),
+    "swiglu_backward": Tiles(128, 64, 64, 4, 3, pieces=2, per_sm=2),
+    "derivative": Tiles(128, 128, 64, 4, 3, pieces=4, per_sm=2),
+    "down": Tiles(128, 256, 64, 8, 3, pieces=2),
+    "input": Tiles(128, 256, 64, 8, 3, pieces=2),
+    "weights": Tiles(128, 256, 64, 8, 3),
 }
 AMPERE_16_BIT = {
     "tuned": Tiles(128, 64, 64, 8, 3),

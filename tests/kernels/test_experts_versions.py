@@ -10,11 +10,9 @@ import torch
 from expert_cases import FLOAT32, RAGGED, assert_like_oracle, relative_error, stacks
 
 from gptoss.kernels import swiglu, versions
-from gptoss.kernels.expert_tiles import tile_table
-from gptoss.kernels.reference import grouped_linear_reference, grouped_swiglu_reference
+from gptoss.kernels.reference import grouped_swiglu_reference
 from gptoss.kernels.swiglu import grouped_swiglu, triton_moe_w1w3_silu
 from gptoss.kernels.swiglu_documents import documents_backward, documents_backward_as_written
-from gptoss.kernels.tuning import Tiles
 from gptoss.kernels.versions import chosen_version
 
 COUNTS = torch.tensor(RAGGED)
@@ -143,32 +141,6 @@ def test_addresses_past_two_billion_elements(version: str, tmp_path: Path) -> No
     found = grouped_swiglu(x, counts, w1, w3, version)
     want = grouped_swiglu_reference(x.double(), counts, *(t.half().double() for t in truth))
     assert relative_error(found, want) < 1e-3  # the result is rounded to float16, 2^-11
-
-
-@pytest.mark.parametrize("form", ["tall", "specialized"])
-def test_other_forms_compute_the_same(form: str) -> None:
-    from gptoss.kernels.grouped_rows import grouped_rows
-    from gptoss.kernels.swiglu_persistent import swiglu_persistent
-
-    tiles = Tiles(16, 32, 32, 4, 2, group=2, form=form, pieces=2 if form == "tall" else 1)
-    w1, w3, w2 = stacks(4, 96, 72)
-    x, weights = torch.randn(ROWS, 96), torch.rand(ROWS)
-    table = tile_table(COUNTS, ROWS, tiles.height)
-    hidden, gate_up = swiglu_persistent(x, table, w1, w3, tiles, row_weights=weights, keep=True)
-    want = grouped_swiglu_reference(x.double(), COUNTS, w1.double(), w3.double())
-    assert relative_error(hidden, want * weights.double()[:, None]) < FLOAT32
-    gate = grouped_linear_reference(x.double(), COUNTS, w1.double())
-    up = grouped_linear_reference(x.double(), COUNTS, w3.double())
-    assert relative_error(gate_up, torch.cat((gate, up), 1)) < FLOAT32
-    down = grouped_rows(hidden, table, (w2,), tiles, transposed=True)
-    assert relative_error(down, grouped_linear_reference(hidden, COUNTS, w2)) < FLOAT32
-    grad = torch.randn(ROWS, 144)
-    want = sum(
-        grouped_linear_reference(g, COUNTS, w.transpose(1, 2))
-        for g, w in zip(grad.chunk(2, 1), (w1, w3), strict=True)
-    )
-    for order in ((w1, w3),):
-        assert relative_error(grouped_rows(grad, table, order, tiles, transposed=False), want) < FLOAT32  # fmt: skip
 
 
 @pytest.mark.parametrize("version", ["tuned", "persistent"])
