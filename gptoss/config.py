@@ -20,6 +20,7 @@ import yaml
 MOE_DISPATCHES = ("stacked", "triton_grouped", "grouped_mm")
 ATTENTION_BACKENDS = ("auto", "reference", "blocked", "flex", "triton")
 ROPE_MODES = ("plain", "yarn")
+YARN_LAYERS = ("global", "all")
 DTYPES = ("fp32", "bf16")
 Section = typing.TypeVar("Section")
 
@@ -29,7 +30,9 @@ class ModelConfig:
     """The architecture. Every default is the 502M production model (chapters 1, 5-9, 14).
 
     `rms_norm_detach` takes RMSNorm's statistic out of the gradient, as the source documents do (chapter 1).
-    `yarn_truncate` rounds YaRN's ramp bounds to whole pairs (chapter 8).
+    `yarn_truncate` rounds YaRN's ramp bounds to whole pairs (chapter 8). `yarn_layers` says which layers YaRN changes:
+    "global", or "all" as in the source documents; `yarn_mscale_pruned` sharpens the pruned pairs too, which the source
+    documents leave at 1. Chapters 8 and 16 measure both.
     `attention_backend` names the attention kernel; "auto" is explained in chapter 6.
 
     Raises:
@@ -57,6 +60,8 @@ class ModelConfig:
     yarn_mscale: bool = True
     yarn_truncate: bool = False
     yarn_prune_rope_global: bool = True
+    yarn_layers: str = "global"
+    yarn_mscale_pruned: bool = True
     max_seq_len: int = 4096
     eval_max_seq_len: int = 131_072
     dtype: str = "bf16"
@@ -114,6 +119,7 @@ class ModelConfig:
             ("moe_dispatch", MOE_DISPATCHES),
             ("attention_backend", ATTENTION_BACKENDS),
             ("dtype", DTYPES),
+            ("yarn_layers", YARN_LAYERS),
         ):
             require(getattr(self, name) in known, name, f"must be one of {', '.join(known)}")
 
@@ -177,7 +183,7 @@ class TrainingConfig:
     aux_loss_alpha: float = 0.01
     save_dir: str = "checkpoints/pretrain_a100"
     seed: int = 1337
-    rope: str = "yarn"
+    rope: str = "plain"
     keep_last: int = 3
     loss_chunk_size: int = 4096
     validation_interval: int = 500

@@ -26,6 +26,7 @@ SKIPPED_FOLDERS = BUILT_FOLDERS | frozenset(
         *("encodings", "pydoc_data"),  # tables and a help text, hardly any code
     }
 )
+SKIPPED_FILES = frozenset({"html/entities.py", "stringprep.py"})  # tables of numbers
 TEXT_SUFFIXES = frozenset(
     {
         *(".txt", ".md", ".rst", ".tex", ".org", ".html", ".xml", ".csv", ".json", ".yaml", ".yml"),
@@ -100,8 +101,12 @@ def open_corpus(source: str | Path | Sequence[str | Path], column: str = "text")
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """(name, path) of each module of the running interpreter's standard library, tests left out, by name."""
-    return _python_files(Path(sysconfig.get_paths()["stdlib"]))
+    """(name, path) of each module of the running interpreter's standard library, by name.
+
+    Tests and tables of numbers are left out: a small model that meets a table goes on with it for ever.
+    """
+    files = _python_files(Path(sysconfig.get_paths()["stdlib"]))
+    return [(name, path) for name, path in files if name not in SKIPPED_FILES]
 
 
 def package_files(name: str) -> list[tuple[str, Path]]:

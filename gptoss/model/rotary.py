@@ -154,6 +154,7 @@ class YaRNRoPE(nn.Module):
         beta_slow: float = 1,
         *,
         use_mscale: bool = True,
+        mscale_pruned: bool = False,
         truncate: bool = False,
         mode: str = "yarn",
     ) -> None:
@@ -166,16 +167,19 @@ class YaRNRoPE(nn.Module):
         self.beta_fast = beta_fast
         self.beta_slow = beta_slow
         self.use_mscale = use_mscale
+        self.mscale_pruned = mscale_pruned
         self.truncate = truncate
         self.mode = mode
         self.frequencies()  # raises on a bad setting here rather than in the first forward
 
-    def frequencies(self, device: torch.device | None = None) -> Float[Tensor, "D_half"]:
-        """Radians a token of each pair in the current mode, float64."""
+    def frequencies(
+        self, device: torch.device | None = None, mode: str | None = None
+    ) -> Float[Tensor, "D_half"]:
+        """Radians a token of each pair, float64, in the given mode or the current one."""
         return compute_yarn_freqs(
             self.head_dim,
             self.theta,
-            1 if self.mode == "plain" else self.scale_factor,
+            1 if (mode or self.mode) == "plain" else self.scale_factor,
             self.original_max_seq_len,
             self.target_seq_len,
             self.beta_fast,
@@ -189,13 +193,16 @@ class YaRNRoPE(nn.Module):
         positions: Int[Tensor, "*B T"],
         n_pruned_dims: int = 0,
         dtype: torch.dtype = torch.float32,
+        mode: str | None = None,
     ) -> tuple[Float[Tensor, "*B T D_half"], Float[Tensor, "*B T D_half"]]:
         """cos and sin of position · frequency, times mscale in yarn mode.
 
         Args:
             positions: absolute positions in tokens, (T,) or (B, T).
-            n_pruned_dims: how many of the fastest pairs stay unrotated (cos = 1, sin = 0, without mscale).
+            n_pruned_dims: how many of the fastest pairs stay unrotated: cos = 1, sin = 0. With `mscale_pruned` their
+                cos is mscale as well, so that every dimension of q·k is sharpened alike.
             dtype: of the tables. The angles are float64 whatever the autocast state.
+            mode: "plain" or "yarn" for this call; the current mode when left out.
 
         Raises:
             ValueError: n_pruned_dims outside [0, D/2].
@@ -204,14 +211,12 @@ class YaRNRoPE(nn.Module):
             raise ValueError(
                 f"n_pruned_dims = {n_pruned_dims}: expected 0 to {self.head_dim // 2} rotary pairs"
             )
-        angles = positions.double().unsqueeze(-1) * self.frequencies(positions.device)
-        mscale = (
-            compute_yarn_mscale(self.scale_factor)
-            if self.mode == "yarn" and self.use_mscale
-            else 1.0
-        )
+        mode = mode or self.mode
+        angles = positions.double().unsqueeze(-1) * self.frequencies(positions.device, mode)
+        sharpens = mode == "yarn" and self.use_mscale
+        mscale = compute_yarn_mscale(self.scale_factor) if sharpens else 1.0
         pruned = torch.arange(self.head_dim // 2, device=positions.device) < n_pruned_dims
-        cos = torch.where(pruned, 1.0, angles.cos() * mscale)
+        cos = torch.where(pruned, mscale if self.mscale_pruned else 1.0, angles.cos() * mscale)
         sin = torch.where(pruned, 0.0, angles.sin() * mscale)
         return cos.to(dtype), sin.to(dtype)
 

@@ -70,6 +70,7 @@ class GPTOSS(nn.Module):
             cfg.yarn_beta_fast,
             cfg.yarn_beta_slow,
             use_mscale=cfg.yarn_mscale,
+            mscale_pruned=cfg.yarn_mscale_pruned,
             truncate=cfg.yarn_truncate,
         )
         self.checkpoint_every = 0
@@ -169,9 +170,13 @@ class GPTOSS(nn.Module):
     def rotary_tables(
         self, positions: Int[Tensor, "*B T"], dtype: torch.dtype
     ) -> tuple[Rotary, Rotary]:
-        """cos and sin for the windowed layers (even) and for the global ones (odd), which may be pruned."""
+        """cos and sin for the windowed layers (even) and for the global ones (odd), which may be pruned.
+
+        With `yarn_layers` "global" the windowed layers stay plain in either mode: no distance inside a window is new.
+        """
+        windowed = "plain" if self.cfg.yarn_layers == "global" else None
         return (
-            self.rope(positions, self.cfg.n_pruned_pairs(0), dtype),
+            self.rope(positions, self.cfg.n_pruned_pairs(0), dtype, windowed),
             self.rope(positions, self.cfg.n_pruned_pairs(1), dtype),
         )
 

@@ -6,7 +6,9 @@ import torch
 from transformers import GptOssConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gptoss.config import ModelConfig
 from gptoss.model.rotary import YaRNRoPE, apply_rope, compute_yarn_freqs, compute_yarn_mscale
+from gptoss.model.transformer import GPTOSS
 
 PRODUCTION = (96, 100_000, 32, 4096, 131_072)
 
@@ -159,6 +161,34 @@ def test_pruned_pairs_do_not_turn_and_carry_no_mscale() -> None:
     assert cos[0, 24].item() == pytest.approx(1.34657, abs=1e-5)
     with pytest.raises(ValueError, match="0 to 48"):
         YaRNRoPE(*PRODUCTION)(torch.arange(3), n_pruned_dims=49)
+
+
+def test_mscale_of_pruned_pairs_sharpens_every_dimension_alike() -> None:
+    positions = torch.tensor([0, 70_000])
+    cos, sin = YaRNRoPE(*PRODUCTION, mscale_pruned=True)(positions, n_pruned_dims=24)
+    mscale = compute_yarn_mscale(32)
+    torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full((2, 48), mscale))
+    assert (sin[:, :24] == 0).all()
+    plain, _ = YaRNRoPE(*PRODUCTION, mscale_pruned=True, mode="plain")(positions, 24)
+    assert (plain[:, :24] == 1).all()
+
+
+@pytest.mark.parametrize("layers", ["global", "all"])
+def test_yarn_changes_the_layers_that_the_setting_names(layers: str) -> None:
+    cfg = ModelConfig(vocab_size=7, n_layers=2, yarn_layers=layers, yarn_mscale_pruned=False)
+    with torch.device("meta"):
+        model = GPTOSS(cfg)
+    positions = torch.arange(5000)
+    for mode in ("plain", "yarn"):
+        model.set_rope_mode(mode)
+        windowed, whole = model.rotary_tables(positions, torch.float32)
+        own = mode if layers == "all" else "plain"
+        for table, wanted in zip(
+            (*windowed, *whole),
+            (*YaRNRoPE(*PRODUCTION, mode=own)(positions), *YaRNRoPE(*PRODUCTION, mode=mode)(positions, 24)),
+            strict=True,
+        ):  # fmt: skip
+            assert torch.equal(table, wanted)
 
 
 def test_output_keeps_the_input_dtype() -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 BLOCK = 128
-fused_flex_attention = torch.compile(
-    flex_attention
-)  # compiles on its first call; eager flex is dense
+# Compiles on the first call of each shape; eager flex is dense. Lengths stay constants in the kernel: with symbolic ones
+# torch 2.11 cannot lower the block mask. For a fixed training length that costs nothing; where lengths vary take "triton".
+fused_flex_attention = torch.compile(flex_attention, dynamic=False)
 
 
 def flex_causal_attention(
