@@ -9,11 +9,36 @@ from typing import Any
 
 import torch
 
+from gptoss.bench.evidence import make_evidence
 from gptoss.config import ModelConfig
 from gptoss.model.cache import MixedKVCache, kv_cache_bytes
 
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
+COLUMNS = {
+    "length": "cached tokens",
+    "full_bytes": "bytes by formula when every layer keeps every position",
+    "mixed_bytes": "bytes by formula with alternating windows",
+    "ratio": "full over mixed, by formula",
+    "full_allocated_bytes": "bytes of the full cache's buffers",
+    "mixed_allocated_bytes": "bytes of the mixed cache's buffers",
+    "allocated_ratio": "full over mixed, allocated",
+    "full_device_bytes": "what the GPU's allocator gave for the full cache",
+    "mixed_device_bytes": "what the GPU's allocator gave for the mixed cache",
+}
 TARGET_RATIO = 1.8  # the documents' bar for the command's exit code
+
+
+def measure(*, command: str = "gptoss bench kv-cache", commit: str | None = None) -> dict[str, Any]:
+    """The production model's table as evidence, on the GPU where there is one.
+
+    Args:
+        command, commit: for the evidence file.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return make_evidence(
+        "kv_cache", "KV cache of the production model, one sequence in bf16", COLUMNS, run(device=device),
+        command=command, convention="2 · kv heads · head_dim · 2 bytes a position and layer", commit=commit,
+    )  # fmt: skip
 
 
 def run(

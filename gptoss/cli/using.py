@@ -76,6 +76,12 @@ def passkey(
         list[int] | None, typer.Option(help="Tokens of a prompt; may be repeated.")
     ] = None,
     trials: Annotated[int, typer.Option(help="At each length, spread over ten depths.")] = 20,
+    filler: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to hide it in: a folder, a file, package:NAME, …; the classic repeated sentence when left out."
+        ),
+    ] = None,
     distractors: Annotated[int, typer.Option(help="Other keys in the same prompt.")] = 0,
     rope: Rope = "auto",
     seed: Annotated[int, typer.Option(help="Of keys and places.")] = 42,
@@ -85,11 +91,15 @@ def passkey(
     """Hide a number in long text and ask for it: accuracy by length, with 95% intervals."""
     import json
 
+    from gptoss.inference.filler import read_filler
     from gptoss.inference.passkey import DEFAULT_LENGTHS, PasskeyEvaluator
 
     net, tokenizer = load_model(checkpoint, model, step, device)
     lengths = length or [n for n in DEFAULT_LENGTHS if n <= net.cfg.eval_max_seq_len]
-    evaluator = PasskeyEvaluator(net, tokenizer, n_distractors=distractors, rope=rope, seed=seed)
+    text = None if filler is None else read_filler(tokenizer, filler, max(lengths))
+    evaluator = PasskeyEvaluator(
+        net, tokenizer, filler=text, n_distractors=distractors, rope=rope, seed=seed
+    )
     result = evaluator.evaluate_grid(lengths, trials)
     print(f"{'tokens':>8}  {'right':>9}  {'accuracy':>8}  95% interval")
     for row in result.to_dict()["rows"]:

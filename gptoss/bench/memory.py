@@ -1,0 +1,92 @@
+"""Peak memory of a training step, predicted beforehand and measured on the GPU.
+
+`gptoss bench memory`. Chapter 11 reads its table.
+"""
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gptoss.bench.evidence import make_evidence
+from gptoss.config import load_config
+from gptoss.training.memory import measure_training_peak, predict_training_memory
+
+COLUMNS = {
+    "batch": "sequences of a micro-batch",
+    "seq_len": "tokens of a sequence",
+    "every": "every which block is checkpointed; 0 none",
+    "predicted_gib": "peak predicted from the configuration in GiB",
+    "measured_gib": "peak of the second step in GiB, by torch.cuda.max_memory_allocated",
+    "ratio": "predicted over measured",
+    "error": "why there is no number",
+}
+CONVENTION = "fp32 weights and AdamW moments, bf16 activations, compiled blocks, triton_grouped experts, logits of 4,096 tokens at once"
+
+
+class Case(NamedTuple):
+    """One setting."""
+
+    batch: int
+    seq_len: int
+    every: int
+
+
+PRODUCTION = (
+    *(Case(8, 4096, every) for every in (0, 1, 2, 3, 4, 6, 12)),
+    Case(16, 4096, 0),
+    Case(4, 8192, 3),
+    Case(32, 1024, 1),
+)
+ON_CPU = (Case(1, 128, 0), Case(1, 128, 1), Case(2, 128, 3))
+
+
+def measure(
+    cases: Sequence[Case] | None = None,
+    *,
+    config: str | None = None,
+    command: str = "gptoss bench memory",
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """Predict the peak of each setting, then train two steps with it.
+
+    Args:
+        cases: settings; the production model's on a GPU, small ones of the tiny model on a CPU.
+        config: a packaged configuration; "pretrain_a100_502m" on a GPU, "tiny" on a CPU.
+        command, commit: for the evidence file.
+
+    Returns:
+        The evidence. A setting that fails is a row with the reason.
+    """
+    cuda = torch.cuda.is_available()
+    model = load_config(config or ("pretrain_a100_502m" if cuda else "tiny")).model
+    model = dataclasses.replace(model, moe_dispatch="triton_grouped" if cuda else "stacked")
+    rows = []
+    for case in cases or (PRODUCTION if cuda else ON_CPU):
+        row: dict[str, Any] = case._asdict()
+        setting = dict(batch=case.batch, seq_len=case.seq_len, every=case.every, compiled=cuda)
+        device = "cuda" if cuda else "cpu"
+        sized = dataclasses.replace(model, max_seq_len=max(model.max_seq_len, case.seq_len))
+        predicted = predict_training_memory(sized, device=device, **setting).gib  # type: ignore[arg-type]  # one dict for both
+        row["predicted_gib"] = round(predicted, 3)
+        try:
+            measured = measure_training_peak(sized, device=device, **setting) / 2**30  # type: ignore[arg-type]  # as above
+            row |= {
+                "measured_gib": round(measured, 3),
+                "ratio": round(predicted / measured, 4),
+            }
+        except Exception as error:  # the reason is the row; the other settings still run
+            row["error"] = " ".join(str(error).split())[:200]
+        gc.collect()
+        torch._dynamo.reset()
+        if cuda:
+            torch.cuda.empty_cache()
+        rows.append(row)
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    notes = [] if cuda else ["no GPU here: the tiny model on the CPU, storages followed by hooks"]
+    return make_evidence(
+        "memory", "Peak memory of a training step", COLUMNS, rows,
+        command=command, convention=CONVENTION, notes=notes, commit=commit,
+    )  # fmt: skip

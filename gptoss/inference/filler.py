@@ -1,0 +1,32 @@
+"""Text for a passkey prompt to hide a number in, from any source that `gptoss prepare` reads (chapter 16)."""
+
+import numpy as np
+from jaxtyping import Int
+
+from gptoss.data.corpora import open_corpus
+
+from .text import Tokenizer, encode_text
+
+
+def read_filler(tokenizer: Tokenizer, source: str, n_tokens: int) -> Int[np.ndarray, "n"]:
+    """The first tokens of a text that the model should not have been trained on.
+
+    Args:
+        tokenizer: the model's.
+        source: "package:NAME", a folder, a file, a glob, … as `open_corpus` takes it.
+        n_tokens: how many at least; reading stops after the document that reaches it.
+
+    Returns:
+        (n,) int64 token ids, n ≥ n_tokens.
+
+    Raises:
+        ValueError: nothing found under that name, or too little text.
+    """
+    ids: list[int] = []
+    for document in open_corpus(source).read(None):
+        ids += encode_text(tokenizer, document.text)
+        if len(ids) >= n_tokens:
+            return np.asarray(ids, dtype=np.int64)
+    raise ValueError(
+        f"{source} has {len(ids):,} tokens and {n_tokens:,} are needed; name a longer text"
+    )

@@ -1,0 +1,23 @@
+"""The tables that a GPU fills, run at small sizes on a CPU: their form, and that their numbers belong together."""
+
+from gptoss.bench import kv_cache, memory, passkey
+
+
+def test_passkey_has_a_row_for_each_recipe_and_length() -> None:
+    table = passkey.measure(lengths=(160,), trials=2, other_trials=2, commit="abc1234")
+    assert {row["recipe"] for row in table["rows"]} == set(passkey.RECIPES)
+    assert all(0 <= row["low95"] <= row["right"] / row["trials"] <= row["high95"] for row in table["rows"])  # fmt: skip
+    best = [row for row in table["rows"] if row["recipe"] == passkey.BEST]
+    assert [row["right"] for row in best] == [2, 2, 2]  # within the training length it is perfect
+
+
+def test_memory_is_predicted_near_what_is_measured() -> None:
+    table = memory.measure([memory.Case(1, 64, 0), memory.Case(2, 64, 2)], commit="abc1234")
+    for row in table["rows"]:
+        assert 0.9 < row["ratio"] < 1.1
+
+
+def test_the_cache_table_is_the_formula_and_the_buffers() -> None:
+    rows = kv_cache.measure(commit="abc1234")["rows"]
+    assert all(row["mixed_bytes"] == row["mixed_allocated_bytes"] for row in rows)
+    assert round(rows[-1]["ratio"], 2) == 2.0
