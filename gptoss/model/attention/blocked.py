@@ -59,7 +59,20 @@ def _blocks(
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Scaled scores of one block, −∞ where a key is not visible: (B, K, G, t, D), (B, K, s, D) -> (B, K, G, t, s)."""
-    return (q @ k.unsqueeze(2).transpose(-1, -2) * scale).masked_fill(~mask, -torch.inf)
+    return (_times(q, k.transpose(-1, -2)) * scale).masked_fill(~mask, -torch.inf)
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """(B, K, G, t, m) · (B, K, m, n) -> (B, K, G, t, n), the heads of a group as rows of one product.
+
+    Broadcasting over G would make matmul copy b for every head of the group.
+    """
+    return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4])
+
+
+def _summed_over_group(a: Tensor, b: Tensor) -> Tensor:
+    """Σ_g aᵀ b: (B, K, G, t, m), (B, K, G, t, n) -> (B, K, m, n)."""
+    return a.flatten(2, 3).transpose(-1, -2) @ b.flatten(2, 3)
 
 
 @torch.library.custom_op("gptoss::blocked_attention", mutates_args=())
@@ -86,7 +99,7 @@ def _blocked_attention(
             total = torch.logaddexp(total, sink)
         total = total.masked_fill(total == -torch.inf, 0.0)  # then exp(−∞ − 0) = 0: zeros, not NaN
         weights = (scores - total.unsqueeze(-1)).exp_()
-        out[:, :, :, rows] = (weights @ values[:, :, band].unsqueeze(2)).to(q.dtype)
+        out[:, :, :, rows] = _times(weights, values[:, :, band]).to(q.dtype)
         lse[:, :, :, rows] = total
     return out.flatten(1, 2), lse.flatten(1, 2)
 
@@ -129,11 +142,11 @@ def _blocked_attention_backward(
         queries, douts = grouped[:, :, :, rows].to(dtype), dout[:, :, :, rows]
         scores = _scores(queries, keys[:, :, band], mask, scale)
         weights = (scores - lse[:, :, :, rows].unsqueeze(-1)).exp_()  # (B, K, G, t, s)
-        dweights = douts @ values[:, :, band].unsqueeze(2).transpose(-1, -2)
+        dweights = _times(douts, values[:, :, band].transpose(-1, -2))
         dscores = weights * (dweights - delta[:, :, :, rows].unsqueeze(-1)) * scale
-        dq[:, :, :, rows] = (dscores @ keys[:, :, band].unsqueeze(2)).to(q.dtype)
-        dk[:, :, band] += (dscores.transpose(-1, -2) @ queries).sum(2)  # over the group
-        dv[:, :, band] += (weights.transpose(-1, -2) @ douts).sum(2)
+        dq[:, :, :, rows] = _times(dscores, keys[:, :, band]).to(q.dtype)
+        dk[:, :, band] += _summed_over_group(dscores, queries)
+        dv[:, :, band] += _summed_over_group(weights, douts)
     if sink_bias is None:
         dsink = q.new_zeros(0)
     else:
