@@ -11,7 +11,6 @@ the device; then a step is the same launches each time, and the GPU can repeat t
 Shapes: T prompt tokens, C model width, D head_dim, V vocabulary, W window.
 """
 
-import math
 from typing import Any, cast
 
 import torch
@@ -19,10 +18,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gptoss.config import ModelConfig
-from gptoss.inference.decoder_layer import Place, pack_layer, run_layer
+from gptoss.inference.decoder_layer import (
+    Place,
+    compute_dtype,
+    pack_layer,
+    run_layer,
+    unsupported,
+)
 from gptoss.inference.prefill import prefill
 from gptoss.inference.rope_mode import rope_mode
-from gptoss.kernels.decode import MAX_QUERY_ROWS, decode_linear
+from gptoss.kernels.decode import decode_linear
 from gptoss.kernels.decode_checks import require_decode_kernels
 from gptoss.model.cache import MixedKVCache
 
@@ -43,7 +48,7 @@ class StaticCache(MixedKVCache):
 
 
 class Decoder:
-    """Decode one sequence at a time with a fixed program.
+    """Decode one sequence at a time with a fixed program; a new `read` ends the one before.
 
     On a GPU the step is captured as a CUDA graph on first use. On a CPU the same kernels run in Triton's interpreter, in
     fp32, for study and tests. The tokens are those of `generate` up to rounding.
@@ -234,46 +239,3 @@ class Decoder:
         else:
             self._position.copy_(self._length)
         return logits
-
-
-def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Autocast's dtype where autocast is on for the model's device, else that of its parameters."""
-    parameter = next(model.parameters())
-    kind = parameter.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
-
-
-def unsupported(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the decoding kernels cannot run a model, or None.
-
-    Args:
-        cfg: the model's configuration.
-        dtype: of weights and activations.
-        device: where it runs.
-    """
-    D = cfg.head_dim
-    if D % 8 or D > 256:
-        return f"head_dim is {D}, the kernels take multiples of 8 up to 256"
-    if cfg.n_heads // cfg.n_kv_heads > MAX_QUERY_ROWS:
-        return f"{cfg.n_heads // cfg.n_kv_heads} query heads share a kv head, at most {MAX_QUERY_ROWS} may"
-    if dtype == torch.float64:
-        return "it is in float64, the kernels take float32 or narrower"
-    if device.type != "cuda":
-        import triton
-
-        from gptoss.kernels.decode_step import begin_kernel
-
-        if isinstance(begin_kernel, triton.runtime.JITFunction):
-            return f"it is on {device}, the kernels run on CUDA (or interpreted, with TRITON_INTERPRET=1 set before triton is imported)"
-        if dtype != torch.float32:
-            return f"it is in {dtype}, which Triton's interpreter multiplies wrongly; use float32"
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    if dtype == torch.bfloat16 and properties.major < 8:
-        return f"{properties.name} has no bfloat16 matrix units; use float16 or float32"
-    # Three stages of 64 keys and values, and the queries, in the attention kernel's shared memory.
-    needed = (3 * 2 * 64 + 64) * math.ceil(D / 16) * 16 * dtype.itemsize
-    there = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # the stub lacks it
-    if needed > there:
-        return f"head_dim {D} in {dtype} needs {needed} bytes of shared memory, {properties.name} has {there}"
-    return None

@@ -1,15 +1,18 @@
-"""One layer of a decoding step: its weights as the kernels want them, and the kernels in order (chapter 15).
+"""One layer of a decoding step: which models the kernels take, their weights, and the kernels in order (chapter 15).
 
 H query heads, K kv heads, D head_dim, C model width, F ffn width, E experts, S shared experts, M capacity of the cache.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from gptoss.config import ModelConfig
 from gptoss.kernels.decode import (
+    MAX_QUERY_ROWS,
     decode_attention,
     decode_experts,
     decode_linear,
@@ -44,6 +47,49 @@ class LayerWeights(NamedTuple):
     more_shared: tuple[Tensor, Tensor, Tensor] | None  # (S - 1, ...) stacks of the others
     n_activated: int
     eps: float
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """Autocast's dtype where autocast is on for the model's device, else that of its parameters."""
+    parameter = next(model.parameters())
+    kind = parameter.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+
+
+def unsupported(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the decoding kernels cannot run a model, or None.
+
+    Args:
+        cfg: the model's configuration.
+        dtype: of weights and activations.
+        device: where it runs.
+    """
+    D = cfg.head_dim
+    if D % 8 or D > 256:
+        return f"head_dim is {D}, the kernels take multiples of 8 up to 256"
+    if cfg.n_heads // cfg.n_kv_heads > MAX_QUERY_ROWS:
+        return f"{cfg.n_heads // cfg.n_kv_heads} query heads share a kv head, at most {MAX_QUERY_ROWS} may"
+    if dtype == torch.float64:
+        return "it is in float64, the kernels take float32 or narrower"
+    if device.type != "cuda":
+        import triton
+
+        from gptoss.kernels.decode_step import begin_kernel
+
+        if isinstance(begin_kernel, triton.runtime.JITFunction):
+            return f"it is on {device}, the kernels run on CUDA (or interpreted, with TRITON_INTERPRET=1 set before triton is imported)"
+        if dtype != torch.float32:
+            return f"it is in {dtype}, which Triton's interpreter multiplies wrongly; use float32"
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if dtype == torch.bfloat16 and properties.major < 8:
+        return f"{properties.name} has no bfloat16 matrix units; use float16 or float32"
+    # Three stages of 64 keys and values, and the queries, in the attention kernel's shared memory.
+    needed = (3 * 2 * 64 + 64) * math.ceil(D / 16) * 16 * dtype.itemsize
+    there = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # the stub lacks it
+    if needed > there:
+        return f"head_dim {D} in {dtype} needs {needed} bytes of shared memory, {properties.name} has {there}"
+    return None
 
 
 def pack_layer(block: nn.Module, dtype: torch.dtype) -> LayerWeights:

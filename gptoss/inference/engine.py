@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptoss.inference.decoder import Decoder, compute_dtype, unsupported
+from gptoss.inference.decoder import Decoder
+from gptoss.inference.decoder_layer import compute_dtype, unsupported
 from gptoss.inference.prefill import prefill
 from gptoss.inference.request import Request
 from gptoss.inference.rope_mode import rope_mode

@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import gptoss.inference.decoder as decoder_module
 import gptoss.inference.decoder_layer as layer_module
 from gptoss.config import ModelConfig
-from gptoss.inference.decoder import Decoder, StaticCache, unsupported
+from gptoss.inference.decoder import Decoder, StaticCache
+from gptoss.inference.decoder_layer import unsupported
 from gptoss.inference.engine import STEPS_A_BLOCK, choose_engine
 from gptoss.inference.generate import generate, generate_with_result, stream
 from gptoss.inference.prefill import choose_chunk_size, prefill

