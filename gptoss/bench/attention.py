@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from gptoss.bench.evidence import make_evidence
-from gptoss.bench.roofline import median_seconds
+from gptoss.bench.roofline import capture, median_seconds
 from gptoss.kernels.attention import triton_attention
 from gptoss.model.attention.blocked import blocked_attention
 from gptoss.model.attention.flex import band_block_mask
@@ -172,15 +172,7 @@ def check(case: Case) -> float:
 
 def graph_seconds(run: Callable[[], object]) -> float:
     """Median time of a call's GPU work, replayed as a CUDA graph: what it takes when the host is ahead."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = capture(run)
     return statistics.median(
         median_seconds(graph.replay, torch.device("cuda"), repeats=10) for _ in range(2)
     )

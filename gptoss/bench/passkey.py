@@ -32,7 +32,6 @@ COLUMNS = {
     "low95": "lower end of the 95% Wilson interval of the share",
     "high95": "upper end of the 95% Wilson interval of the share",
     "answer_loss": "mean cross-entropy of the answer in nats a token",
-    "ms": "mean time of a question in ms, prompts of one length read together",
 }
 CONVENTION = (
     "greedy, all digits right; lengths in the model's own tokens; the question names the key and does not contain it; "
@@ -101,9 +100,6 @@ def measure(
             )  # fmt: skip
             result = evaluator.evaluate_grid(lengths, n).to_dict()
         what = {"recipe": recipe, "filler": filler, "distractors": distractors}
-        seconds = result["settings"]["seconds"]
-        for row in result["rows"]:
-            row |= {"ms": round(seconds[str(row["length"])] / row["trials"] * 1e3, 1)}
         cells = result["cells"] if n >= 100 else []
         for row in (*result["rows"], *cells):
             found = {key: value for key, value in row.items() if key in COLUMNS}

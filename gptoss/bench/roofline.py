@@ -98,3 +98,17 @@ def median_seconds(run: Callable[[], object], device: torch.device, repeats: int
         end_event.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+
+
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Record a call's GPU work as a CUDA graph, after two runs that compile what there is to compile."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
