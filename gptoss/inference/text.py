@@ -61,7 +61,16 @@ class TextStream:
             return self._decoder.decode(new_bytes)
         self._pending.append(token_id)
         text = self._tokenizer.decode(self._pending)
-        if text.endswith("\ufffd") and len(self._pending) < LONGEST_CHARACTER:
+        if not text.endswith("\ufffd"):
+            self._pending.clear()
+            return text
+        # The last character may be unfinished. What stands before it can go, where cutting there changes nothing.
+        for cut in range(len(self._pending) - 1, 0, -1):
+            whole = self._tokenizer.decode(self._pending[:cut])
+            if whole + self._tokenizer.decode(self._pending[cut:]) == text:
+                del self._pending[:cut]
+                return whole
+        if len(self._pending) < LONGEST_CHARACTER:
             return ""
         self._pending.clear()
         return text

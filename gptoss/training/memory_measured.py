@@ -147,6 +147,7 @@ def measure_training_peak(
         grad_checkpoint_every=every,
         loss_chunk_size=loss_chunk,
         compile=compiled,
+        compile_mode="default",
     )
     built = assemble(RunConfig(config, training), World(where))
     tokens = torch.randint(config.vocab_size, (accumulation, batch, seq_len + 1), device=where)

@@ -33,8 +33,8 @@ def test_the_pieces_join_to_the_text(byte_tokenizer, text):
 
 
 @given(data=st.binary(max_size=40).filter(lambda b: max(b, default=0) < 250))
-def test_any_bytes_stream_as_they_decode_at_once(bytes_tokenizer, data):
-    shown = pieces(bytes_tokenizer, list(data))
+def test_any_bytes_stream_as_they_decode_at_once(byte_tokenizer, data):
+    shown = pieces(byte_tokenizer, list(data))
     assert "".join(shown) == data.decode("utf-8", errors="replace")
 
 
