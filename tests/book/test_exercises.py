@@ -18,7 +18,15 @@ sys.path.insert(0, str(EXERCISES))  # as a notebook in that folder finds `checks
 from checks import registry  # noqa: E402  # needs the path above
 from checks.exercise import NOT_WRITTEN, Exercise, Mistake, Trial  # noqa: E402
 
-CHAPTERS = registry.chapters()
+
+
+def can_run(module: Any) -> bool:
+    """Whether what the exercises' notebook needs is installed; its metadata names it."""
+    notebook = json.loads((EXERCISES / f"{module.NOTEBOOK}.ipynb").read_text(encoding="utf-8"))
+    return all(importlib.util.find_spec(name) for name in notebook["metadata"].get("needs", ()))
+
+
+CHAPTERS = {chapter: module for chapter, module in registry.chapters().items() if can_run(module)}
 CASES = [
     pytest.param(module, name, exercise, id=f"{chapter}-{exercise.function}")
     for chapter, module in CHAPTERS.items()
