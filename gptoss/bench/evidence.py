@@ -5,15 +5,12 @@ Each table of this book is one JSON file under `book/evidence`. Pages read numbe
 
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
+from gptoss.training.provenance import current_commit, machine, software
 
 EVIDENCE_FORMAT = 1
 REQUIRED = {
@@ -155,43 +152,6 @@ def format_table(evidence: dict[str, Any]) -> str:
     footer = f"{evidence['machine']}; {versions}; commit {evidence['commit']}; {evidence['date']}"
     rest = [line for line in (evidence["convention"], *evidence["notes"]) if line]
     return "\n".join([evidence["title"], *lines, footer, *rest])
-
-
-def machine() -> str:
-    """The device that was measured, in words: "one NVIDIA H200", "2 x NVIDIA H200" or the processor's kind."""
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        name = torch.cuda.get_device_name(0)
-        return f"one {name}" if count == 1 else f"{count} x {name}"
-    return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
-
-
-def software() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "transformers"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def current_commit() -> str:
-    """The short hash of the checkout's commit, with "+" where files differ from it, or "unknown" outside git."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + (
-            "+" if git("status", "--porcelain", "-uno") else ""
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def _cell(value: Any) -> str:

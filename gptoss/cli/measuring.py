@@ -231,6 +231,25 @@ def bench(
         print(f"written: {evidence.write_evidence(measured, folder)}")
 
 
+@app.command()
+def record(
+    run: Annotated[Path, typer.Argument(help="A run's save_dir.")],
+    name: Annotated[str, typer.Argument(help="Of the evidence file, without .json.")],
+    title: Annotated[str, typer.Option(help="What the curve shows.")] = "A training run",
+    command: Annotated[str, typer.Option(help="What started the run.")] = "gptoss pretrain",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write it; book/evidence of the checkout when left out."),
+    ] = None,
+) -> None:
+    """Keep a finished run's curve as evidence: loss, validation, speed, memory, samples."""
+    from gptoss.bench import evidence
+    from gptoss.bench.training_run import read_run
+
+    folder = out if out is not None else evidence.evidence_folder()
+    print(f"written: {evidence.write_evidence(read_run(run, name, title, command), folder)}")
+
+
 def _bench_tables() -> list[str]:
     """The modules of `gptoss.bench` that measure a table."""
     from importlib import resources

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from gptoss.training.journal import Journal
 from gptoss.training.metrics import TrainingLogger
 from gptoss.training.plan import BatchPlan, forecast
 from gptoss.training.progress import ProgressBar
+from gptoss.training.provenance import current_commit, machine, software
 from gptoss.training.step import StepResult
 from gptoss.training.trackers import open_trackers
 
@@ -77,6 +79,15 @@ class Reporter:
                 self.run.to_dict(),
                 self.run.training.tensorboard,
                 echo=self.say,
+            )
+            self.event(
+                "start",
+                self.first_step,
+                date=date.today().isoformat(),
+                machine=machine(),
+                software=software(),
+                commit=current_commit(),
+                tokens_per_step=self.batch.tokens_per_step,
             )
         self.bar.__enter__()
         self.logger.restart()

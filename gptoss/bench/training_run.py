@@ -1,0 +1,111 @@
+"""A finished run's curve as evidence: loss, validation, speed and samples, out of its metrics.jsonl.
+
+`gptoss record RUN_DIRECTORY NAME`. Chapters 16 and 17 read such files. Nothing is measured here: the run wrote its own
+numbers, with its machine, its software and its commit.
+"""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from gptoss.bench.evidence import EVIDENCE_FORMAT, check_evidence
+from gptoss.training.flops import MFU_CONVENTION
+from gptoss.training.journal import read_journal
+from gptoss.training.reporter import JOURNAL_FILE
+
+COLUMNS = {
+    "step": "optimiser steps taken",
+    "tokens": "tokens trained on so far",
+    "seconds": "time since the run began or was resumed in s",
+    "loss": "mean training loss since the row before in nats a token",
+    "grad_norm": "median gradient norm since the row before",
+    "lr": "learning rate",
+    "tokens_per_s": "trained tokens a second since the row before",
+    "mfu": "model FLOPs utilisation",
+    "peak_gib": "peak memory so far in GiB",
+    "validation_loss": "loss on held-out text in nats a token",
+    "bits_per_byte": "the same in bits a byte of text",
+    "sample": "what the model wrote at this step",
+}
+START = "start"
+
+
+def read_run(directory: Path, name: str, title: str, command: str) -> dict[str, Any]:
+    """Turn a run's journal into evidence: one row a logged interval, validation and samples at their step.
+
+    Args:
+        directory: the run's save_dir.
+        name, title: of the evidence.
+        command: what started the run.
+
+    Returns:
+        The evidence, stamped with what the run itself says about its machine, software and commit.
+
+    Raises:
+        FileNotFoundError: no journal there.
+        ValueError: the journal does not say where it was made, or holds no logged step.
+    """
+    path = directory / JOURNAL_FILE
+    records = read_journal(path)
+    if not records:
+        raise FileNotFoundError(f"{path} is missing or empty; name a run's save_dir")
+    starts = [r for r in records if r.get("event") == START]
+    if not starts:
+        raise ValueError(
+            f"{path} does not say on which machine it was made; runs from before that line cannot be recorded"
+        )
+    made = starts[-1]
+    rows: dict[int, dict[str, Any]] = {}
+    losses: list[float] = []
+    norms: list[float] = []
+    for record in records:
+        step = record["step"]
+        kind = record.get("event")
+        if kind is None:
+            losses.append(record["loss"])
+            norms.append(record["grad_norm"])
+            if "tokens_per_second" in record:
+                rows.setdefault(step, {"step": step}).update(_interval(record, losses, norms))
+                losses, norms = [], []
+        elif kind == "validation":
+            row = rows.setdefault(step, {"step": step})
+            row["validation_loss"] = round(record["loss"], 5)
+            if "bits_per_byte" in record:
+                row["bits_per_byte"] = round(record["bits_per_byte"], 5)
+        elif kind == "sample":
+            rows.setdefault(step, {"step": step})["sample"] = record["text"]
+    for row in rows.values():
+        row["tokens"] = row["step"] * made["tokens_per_step"]
+    evidence = {
+        "format": EVIDENCE_FORMAT,
+        "name": name,
+        "title": title,
+        "date": made["date"],
+        "machine": made["machine"],
+        "software": made["software"],
+        "commit": made["commit"],
+        "command": command,
+        "convention": MFU_CONVENTION,
+        "columns": COLUMNS,
+        "rows": [rows[step] for step in sorted(rows)],
+        "notes": [f"resumed {len(starts) - 1} times"] if len(starts) > 1 else [],
+    }
+    check_evidence(evidence, name)
+    return json.loads(json.dumps(evidence))
+
+
+def _interval(
+    record: dict[str, Any], losses: list[float], norms: list[float]
+) -> dict[str, float | int]:
+    found = {
+        "seconds": round(record["seconds"], 1),
+        "loss": round(statistics.fmean(losses), 5),
+        "grad_norm": round(statistics.median(norms), 4),
+        "lr": float(f"{record['lr']:.4g}"),
+        "tokens_per_s": round(record["tokens_per_second"]),
+    }
+    for name, key, digits in (("mfu", "mfu", 4), ("peak_gib", "memory_gib", 3)):
+        if key in record:
+            found[name] = round(record[key], digits)
+    return found

@@ -1,0 +1,51 @@
+"""A run's journal becomes evidence with the run's own machine, and nothing is invented."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gptoss.bench.training_run import read_run
+
+START = {
+    "event": "start", "step": 0, "date": "2026-01-02", "machine": "one TEST", "software": {"torch": "2"},
+    "commit": "abc1234", "tokens_per_step": 100,
+}  # fmt: skip
+
+
+def write(folder: Path, records: list[dict]) -> Path:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder
+
+
+def step(number: int, loss: float, **logged: float) -> dict:
+    return {"step": number, "loss": loss, "grad_norm": 0.5, "lr": 1e-3, **logged}
+
+
+def test_a_row_holds_the_mean_since_the_row_before(tmp_path: Path) -> None:
+    records = [
+        START,
+        step(1, 4.0),
+        step(2, 2.0, tokens_per_second=10.0, seconds=20.0, mfu=0.5, memory_gib=3.0),
+        step(3, 1.0),
+        {"event": "validation", "step": 3, "loss": 1.5, "bits_per_byte": 0.7},
+        {"event": "sample", "step": 3, "text": "def f"},
+        step(4, 2.0, tokens_per_second=12.0, seconds=30.0),
+    ]
+    table = read_run(write(tmp_path, records), "training_x", "a run", "gptoss pretrain")
+    assert (table["machine"], table["date"], table["commit"]) == ("one TEST", "2026-01-02", "abc1234")  # fmt: skip
+    second, third, fourth = table["rows"]
+    assert (second["loss"], second["tokens"], second["mfu"], second["peak_gib"]) == (3, 200, 0.5, 3)
+    assert third == {"step": 3, "tokens": 300, "validation_loss": 1.5, "bits_per_byte": 0.7, "sample": "def f"}  # fmt: skip
+    assert (fourth["loss"], fourth["tokens_per_s"]) == (1.5, 12)
+
+
+def test_a_run_that_does_not_say_where_it_was_made_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, [step(1, 1.0, tokens_per_second=1.0, seconds=1.0)])
+    with pytest.raises(ValueError, match="on which machine"):
+        read_run(tmp_path, "training_x", "a run", "gptoss pretrain")
+
+
+def test_an_empty_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="save_dir"):
+        read_run(tmp_path, "training_x", "a run", "gptoss pretrain")
