@@ -232,6 +232,47 @@ def bench(
 
 
 @app.command()
+def experiment(
+    folder: Annotated[
+        Path, typer.Argument(help="Takes checkpoints and results; going on is free.")
+    ],
+    config: Config = "nano",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")
+    ] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="By name, as in yarn-pruned-sinks-1337; all eight when left out."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Of each arm.")] = 1250,
+    trials: Annotated[int, typer.Option(help="Questions at each length.")] = 20,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a prompt; may be repeated.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the JSON; book/evidence of the checkout when left out."),
+    ] = None,
+) -> None:
+    """Train plain or YaRN, pruned or not, with sinks or without, and read each model far beyond its length."""
+    from gptoss.bench import evidence, long_context
+
+    names = arm or [one.name for one in long_context.ARMS]
+    table = long_context.experiment(
+        folder,
+        [long_context.parse_arm(name) for name in names],
+        config=config,
+        overrides=overrides or (),
+        steps=steps,
+        trials=trials,
+        lengths=length or long_context.LENGTHS,
+    )
+    print(evidence.format_table(table))
+    target = out if out is not None else evidence.evidence_folder()
+    print(f"written: {evidence.write_evidence(table, target)}")
+
+
+@app.command()
 def record(
     run: Annotated[Path, typer.Argument(help="A run's save_dir.")],
     name: Annotated[str, typer.Argument(help="Of the evidence file, without .json.")],
