@@ -235,6 +235,13 @@ def _write_by_shifting(ring: Tensor, seen: int, new: Tensor) -> Tensor:
     return torch.cat((ring, new))[len(new) :]
 
 
+def _write_whole(ring: Tensor, seen: int, new: Tensor) -> Tensor:
+    """Every row at once, also where two of them share a slot."""
+    out = ring.clone()
+    out[torch.arange(seen, seen + len(new)) % len(ring)] = new
+    return out
+
+
 def _write_one_by_one(ring: Tensor, seen: int, new: Tensor) -> Tensor:
     rows = list(ring.unbind(0))
     for place, row in enumerate(new.unbind(0)):
@@ -294,6 +301,11 @@ check_ring_write = Exercise(
             "shifted",
             "the old keys were moved. A ring moves nothing: position p stays in slot p mod W until p + W overwrites it.",
             _write_by_shifting,
+        ),
+        Mistake(
+            "a long chunk whole",
+            "all rows of a chunk longer than the ring were written, several into one slot. Which of them stays is not promised, and all get the slot's gradient. Write the last W alone.",
+            _write_whole,
         ),
     ),
     alternatives=(_write, _write_one_by_one),
