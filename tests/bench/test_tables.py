@@ -1,6 +1,6 @@
 """The tables that a GPU fills, run at small sizes on a CPU: their form, and that their numbers belong together."""
 
-from gptoss.bench import kv_cache, memory, passkey
+from gptoss.bench import agreement, kv_cache, memory, passkey
 
 
 def test_passkey_has_a_row_for_each_recipe_and_length() -> None:
@@ -21,3 +21,12 @@ def test_the_cache_table_is_the_formula_and_the_buffers() -> None:
     rows = kv_cache.measure(commit="abc1234")["rows"]
     assert all(row["mixed_bytes"] == row["mixed_allocated_bytes"] for row in rows)
     assert round(rows[-1]["ratio"], 2) == 2.0
+
+
+def test_fast_and_oracle_losses_stay_within_the_band() -> None:
+    table = agreement.measure(40, commit="abc1234")
+    rows = table["rows"]
+    assert [row["steps"] for row in rows] == [20, 40]
+    assert all(abs(row["difference"]) < agreement.BAND for row in rows)
+    assert rows[1]["oracle"] < rows[0]["oracle"] - 0.3  # it learns
+    assert "inside" in table["notes"][0]
