@@ -257,7 +257,8 @@ def _gradients(
         if gather == "tile":
             return x.unflatten(0, (-1, K)).sum(0)
         groups = x.unflatten(0, (K, -1))
-        return {"sum": groups.sum(1), "mean": groups.mean(1), "first": groups[:, 0]}[gather]
+        one_head = {"first": groups[:, 0], "last": groups[:, -1]}
+        return {"sum": groups.sum(1), "mean": groups.mean(1), **one_head}[gather]
 
     return ds @ wide_k, narrow(ds.mT @ q), narrow(p.mT @ dout)
 
@@ -297,6 +298,11 @@ check_shared_gradients = Exercise(
             "one head of the group",
             "dk and dv hold what the first head of each group sends back; the others of the group read the same keys.",
             lambda *inputs: _gradients(*inputs, gather="first"),
+        ),
+        Mistake(
+            "last head of the group",
+            "dk and dv hold what the last head of each group sends back. In a loop over the heads, add to what is there.",
+            lambda *inputs: _gradients(*inputs, gather="last"),
         ),
         Mistake(
             "summed over the wrong heads",
