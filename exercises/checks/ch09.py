@@ -101,7 +101,7 @@ check_route = Exercise(
         _logits(6, 8, 2, 0),
         _logits(5, 7, 3, 1),
         _logits(4, 8, 2, 2, shift=200.0),
-        Trial("equal logits", _ties),
+        Trial("equal logits, of which the lower index wins", _ties),
         _logits(1, 3, 3, 3, dtype=torch.float64),
     ),
     mistakes=(
@@ -158,6 +158,7 @@ def _balance(
     first: bool = False,
     soft: bool = False,
     per_token: bool = False,
+    scaled: bool = True,
 ) -> tuple[Tensor, Tensor]:
     N, E = logits.shape
     p = torch.softmax(logits, -1)
@@ -166,9 +167,10 @@ def _balance(
     f = f / (N if per_token else indices.numel())
     if soft:
         f = p.mean(0)
-    loss = E * (f * p.mean(0)).sum()
+    scale = E if scaled else 1
+    loss = scale * (f * p.mean(0)).sum()
     centre = (p * f).sum(-1, keepdim=True) if centred else 0
-    return loss, E * p * (f - centre) / (N if mean else 1)
+    return loss, scale * p * (f - centre) / (N if mean else 1)
 
 
 def _balance_jacobian(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -241,6 +243,11 @@ check_balance_gradient = Exercise(
             "shares of tokens",
             "loss and gradient are k times too large: f is a share of the N·k slots and sums to 1.",
             lambda z, k: _balance(z, k, per_token=True),
+        ),
+        Mistake(
+            "E forgotten",
+            "loss and gradient are E times too small: even work must give a loss of 1.",
+            lambda z, k: _balance(z, k, scaled=False),
         ),
     ),
     alternatives=(_balance_jacobian,),
