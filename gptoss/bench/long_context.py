@@ -4,25 +4,34 @@
 YaRN in training, pruning on or off, sinks on or off. Each trained model is read with plain RoPE, with YaRN in all
 layers and with YaRN in the global ones. Chapters 8 and 16 read the table.
 
-An arm takes minutes, so each writes a file when it is done, and the same command goes on where it was stopped.
+An arm takes minutes, so each writes a file when it is done, and the same command goes on where it was stopped. What
+cannot be read in the end is refused before anything is trained, and results of other settings are never mixed in.
 """
 
 import dataclasses
+import gc
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Int
 
+from gptoss.bench.arm_results import read_result, require_same, settings_of, write_result
 from gptoss.bench.evidence import make_evidence
 from gptoss.bench.passkey import RECIPES, read_as
-from gptoss.config import RunConfig, load_config
+from gptoss.config import ROPE_MODES, RunConfig, load_config
 from gptoss.inference.long_context import loss_by_position, mean_between
 from gptoss.inference.passkey import PasskeyEvaluator
+from gptoss.inference.passkey_prompt import build_passkey_prompt
 from gptoss.model.transformer import GPTOSS
+from gptoss.training.distributed import World
 from gptoss.training.pretrain import pretrain
+from gptoss.training.restore import CONFIG_FILE
+from gptoss.training.run_data import open_run_data
 
 COLUMNS = {
     "rope": "rotary mode in training; yarn is in all layers, as in the source documents",
@@ -45,6 +54,7 @@ CONVENTION = (
 )
 LENGTHS = (4096, 16_384, 65_536, 131_072)
 SEEDS = (1337, 1, 2)
+PRUNED, SINKS = ("pruned", "whole"), ("sinks", "bare")  # words of an arm's name, for yes and no
 
 
 class Arm(NamedTuple):
@@ -57,8 +67,8 @@ class Arm(NamedTuple):
 
     @property
     def name(self) -> str:
-        words = (self.rope, "pruned" if self.pruned else "whole", "sinks" if self.sinks else "bare")
-        return "-".join((*words, str(self.seed)))
+        pruned, sinks = PRUNED[not self.pruned], SINKS[not self.sinks]
+        return f"{self.rope}-{pruned}-{sinks}-{self.seed}"
 
 
 DOCUMENTS = Arm("yarn", True, True)
@@ -79,12 +89,11 @@ def parse_arm(name: str) -> Arm:
     rope, _, rest = name.partition("-")
     pruned, _, rest = rest.partition("-")
     sinks, _, seed = rest.partition("-")
-    words = {"pruned": True, "whole": False, "sinks": True, "bare": False}
-    if rope not in ("plain", "yarn") or {pruned, sinks} - set(words) or not seed.isdigit():
+    if rope not in ROPE_MODES or pruned not in PRUNED or sinks not in SINKS or not seed.isdigit():
         raise ValueError(
             f"arm {name!r}: expected plain|yarn-pruned|whole-sinks|bare-SEED, as in {DOCUMENTS.name}"
         )
-    return Arm(rope, words[pruned], words[sinks], int(seed))
+    return Arm(rope, pruned == PRUNED[0], sinks == SINKS[0], int(seed))
 
 
 def configure(run: RunConfig, arm: Arm, steps: int, folder: Path) -> RunConfig:
@@ -110,7 +119,7 @@ def configure(run: RunConfig, arm: Arm, steps: int, folder: Path) -> RunConfig:
     return RunConfig(model, training, run.data)
 
 
-def run_arm(run: RunConfig, lengths: Sequence[int], trials: int) -> list[dict[str, Any]]:
+def run_arm(run: RunConfig, lengths: Sequence[int], trials: int) -> dict[str, Any]:
     """Train one arm, then read its model in every way.
 
     Args:
@@ -119,22 +128,23 @@ def run_arm(run: RunConfig, lengths: Sequence[int], trials: int) -> list[dict[st
         trials: at each length.
 
     Returns:
-        Rows with `read` and what was found; the arm's own columns are the caller's.
+        `tokens_per_step`, and `rows` with `read` and what was found; the arm's own columns are the caller's.
 
     Raises:
-        ValueError: the run did not reach its end, or has no held-out text.
+        ValueError: the run was stopped before its end.
     """
+    text = held_out(run, max(lengths) + 1)
     result = pretrain(run)
-    if result.stopped_by or result.tokenizer is None or not result.validation:
+    if result.stopped_by:
         raise ValueError(
-            f"{run.training.save_dir}: the run ended early or has no tokenizer and held-out text; start it again"
+            f"{run.training.save_dir}: stopped by {result.stopped_by} at step {result.step}; start it again to go on"
         )
+    assert result.tokenizer is not None, "`check_reading` has seen it"
     device = next(result.model.parameters()).device
     model = GPTOSS(dataclasses.replace(run.model, attention_backend="auto"))
     model.load_state_dict(result.model.state_dict())
     model = model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
     model.set_rope_mode(run.training.rope)
-    text = held_out(run, max(lengths) + 1)
     rows: list[dict[str, Any]] = [{"validation_loss": round(result.validation[-1].loss, 4)}]
     edges = [0, *(n for n in (1024 * 2**i for i in range(12)) if n < max(lengths)), max(lengths)]
     for name, recipe in RECIPES.items():
@@ -150,23 +160,45 @@ def run_arm(run: RunConfig, lengths: Sequence[int], trials: int) -> list[dict[st
             {"read": name, "loss_from": start, "text_loss": round(loss, 4)}
             for start, loss in zip(edges, losses, strict=False)
         ]
-    return rows
+    return {"tokens_per_step": result.tokens_per_step, "rows": rows}
 
 
-def held_out(run: RunConfig, n_tokens: int) -> np.ndarray:
-    """(n_tokens,) ids of the run's validation shards.
+def held_out(run: RunConfig, n_tokens: int) -> Int[np.ndarray, "n"]:
+    """(n_tokens,) ids of the run's held-out text.
 
     Raises:
-        ValueError: no validation shards, or too few tokens in them.
+        ValueError: there are fewer.
     """
-    folder = Path(run.data.validation_data_path or "")
-    shards = sorted(folder.glob("*.bin")) if run.data.validation_data_path else []
-    ids = np.concatenate([np.fromfile(p, dtype=np.uint16) for p in shards]) if shards else np.empty(0)  # fmt: skip
-    if len(ids) < n_tokens:
+    data = open_run_data(run, World(torch.device("cpu"))).validation
+    n_windows = -(-(n_tokens - 1) // data.max_seq_len)
+    if n_windows > len(data):
         raise ValueError(
-            f"{folder}: {len(ids):,} held-out tokens and {n_tokens:,} are needed; prepare with a larger --val-fraction"
+            f"{data.data_path}: {len(data) * data.max_seq_len + 1:,} held-out tokens and {n_tokens:,} are needed; "
+            "ask for a shorter length, or prepare with a larger --val-fraction"
         )
-    return ids[:n_tokens].astype(np.int64)
+    # A window's last token is the next one's first.
+    windows = [data.window(i) for i in range(n_windows)]
+    return np.concatenate([*(window[:-1] for window in windows), windows[-1][-1:]])[:n_tokens]
+
+
+def check_reading(run: RunConfig, lengths: Sequence[int], trials: int) -> None:
+    """Refuse before the training what could not be read after it.
+
+    Raises:
+        ValueError: no length or trial, a length that the model or the text does not reach or that is too short for a
+            question, or text without a tokenizer.
+    """
+    if not lengths or trials < 1:
+        raise ValueError(f"expected lengths and trials >= 1, got {list(lengths)} and {trials}")
+    if max(lengths) > run.model.eval_max_seq_len:
+        raise ValueError(
+            f"length {max(lengths)} exceeds eval_max_seq_len = {run.model.eval_max_seq_len}; ask for shorter ones"
+        )
+    tokenizer = open_run_data(run, World(torch.device("cpu"))).tokenizer
+    if tokenizer is None:
+        raise ValueError("the shards have no tokenizer.json beside them: set data.tokenizer")
+    text = held_out(run, max(lengths) + 1)
+    build_passkey_prompt(tokenizer, min(lengths), 0.5, random.Random(0), filler=text)
 
 
 def experiment(
@@ -192,28 +224,39 @@ def experiment(
         command, commit: for the evidence.
 
     Returns:
-        The evidence, of the arms that have a result by now.
+        The evidence, of all these arms.
+
+    Raises:
+        ValueError: settings that do not fit the data, the model or what the folder holds; nothing was trained.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     base = load_config(config, overrides)
-    for arm in arms:
-        path = folder / f"{arm.name}.json"
-        if path.exists():
-            continue
-        print(f"[arm] {arm.name}", flush=True)
-        rows = run_arm(configure(base, arm, steps, folder), lengths, trials)
-        partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(rows))
-        partial.replace(path)
-    table = []
-    for arm in arms:
-        for row in json.loads((folder / f"{arm.name}.json").read_text()):
-            table.append(arm._asdict() | row)
-    tokens = steps * base.training.gradient_accumulation_steps * base.model.max_seq_len
-    notes = [
-        f"each arm: {steps:,} steps, {tokens * int(base.training.micro_batch_size):,} tokens of {config}, one run a seed"
-    ]
+    runs = {arm: configure(base, arm, steps, folder) for arm in arms}
+    if not runs:
+        raise ValueError("expected at least one arm")
+    results = {}
+    for arm, run in runs.items():
+        asked = settings_of(run, lengths, trials)
+        results[arm] = read_result(folder / f"{arm.name}.json", asked)
+        begun = Path(run.training.save_dir) / CONFIG_FILE
+        if results[arm] is None and begun.is_file():
+            there = settings_of(RunConfig.from_dict(json.loads(begun.read_text())), lengths, trials)
+            require_same(begun.parent, there, asked)
+    if None in results.values():
+        check_reading(next(iter(runs.values())), lengths, trials)
+    folder.mkdir(parents=True, exist_ok=True)
+    for arm, run in runs.items():
+        if results[arm] is None:
+            print(f"[arm] {arm.name}", flush=True)
+            found = run_arm(run, lengths, trials)
+            results[arm] = write_result(folder / f"{arm.name}.json", run, lengths, trials, found)
+            gc.collect()
+            torch._dynamo.reset()  # each arm compiles its own blocks; together they would pass the limit of recompiles
+    done = {arm: result for arm, result in results.items() if result is not None}
+    table = [arm._asdict() | row for arm, result in done.items() for row in result["rows"]]
+    tokens = steps * next(iter(done.values()))["tokens_per_step"]
+    notes = [f"each arm: {steps:,} steps, {tokens:,} tokens of {config}, one run a seed"]
+    title = f"Training at and reading beyond {base.model.max_seq_len:,} tokens"
     return make_evidence(
-        "long_context", "Training and reading beyond 4,096 tokens", COLUMNS, table,
+        "long_context", title, COLUMNS, table,
         command=command, convention=CONVENTION, notes=notes, commit=commit,
     )  # fmt: skip

@@ -257,7 +257,12 @@ def experiment(
     """Train plain or YaRN, pruned or not, with sinks or without, and read each model far beyond its length."""
     from gptoss.bench import evidence, long_context
 
+    target = out if out is not None else evidence.evidence_folder()
     names = arm or [one.name for one in long_context.ARMS]
+    lengths = length or list(long_context.LENGTHS)
+    command = f"gptoss experiment {folder} --config {config} --steps {steps} --trials {trials}"
+    for option, values in (("--set", overrides), ("--arm", arm), ("--length", length)):
+        command += "".join(f" {option} {value}" for value in values or ())
     table = long_context.experiment(
         folder,
         [long_context.parse_arm(name) for name in names],
@@ -265,10 +270,10 @@ def experiment(
         overrides=overrides or (),
         steps=steps,
         trials=trials,
-        lengths=length or long_context.LENGTHS,
+        lengths=lengths,
+        command=command,
     )
     print(evidence.format_table(table))
-    target = out if out is not None else evidence.evidence_folder()
     print(f"written: {evidence.write_evidence(table, target)}")
 
 

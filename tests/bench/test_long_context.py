@@ -1,0 +1,232 @@
+"""The long-context experiment on a model of 35,000 parameters: arms, going on, and what is refused before training."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from gptoss.bench import long_context
+from gptoss.bench.evidence import check_evidence
+from gptoss.bench.passkey import RECIPES
+from gptoss.cli import main
+from gptoss.config import RunConfig, load_config
+from gptoss.data.prepare import prepare
+from gptoss.data.shards import ShardWriter
+from gptoss.training.pretrain import pretrain
+
+FIRST, SECOND = long_context.parse_arm("plain-pruned-sinks-1"), long_context.parse_arm("yarn-whole-bare-2")  # fmt: skip
+
+MODEL = {
+    **{"vocab_size": 400, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2},
+    **{"head_dim": 8, "ffn_dim": 16, "n_routed_experts": 4, "window_size": 8},
+    **{"yarn_scale_factor": 2, "yarn_original_max_seq_len": 64, "yarn_target_seq_len": 128},
+    **{"max_seq_len": 64, "eval_max_seq_len": 128, "dtype": "fp32"},
+}
+TRAINING = {
+    **{"micro_batch_size": 2, "gradient_accumulation_steps": 2, "warmup_steps": 3, "lr": 1e-2},
+    **{"grad_checkpoint": False, "compile": False, "validation_batches": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> str:
+    """A YAML file of a small run over text that was prepared with its own tokenizer."""
+    root = tmp_path_factory.mktemp("long")
+    texts = root / "texts"
+    texts.mkdir()
+    for number in range(50):
+        lines = [f"def f_{number}_{i}(x):\n    return x + {i} * {number}\n" for i in range(14)]
+        (texts / f"{number:02d}.py").write_text("\n".join(lines))
+    prepare(texts, root / "data", vocab_size=400, val_fraction=0.2, retrieval_names=True)
+    run = {"model": MODEL, "training": TRAINING, "data": {"train_data_path": str(root / "data")}}
+    path = root / "small.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return str(path)
+
+
+def ask(folder: Path, config: str, arms=(FIRST, SECOND), **changes):
+    settings = {"steps": 2, "trials": 2, "lengths": (80, 128), "commit": "test"} | changes
+    return long_context.experiment(folder, arms, config=config, **settings)
+
+
+@pytest.fixture(scope="module")
+def first(config, tmp_path_factory) -> Path:
+    """A folder in which the first arm is done."""
+    folder = tmp_path_factory.mktemp("first")
+    ask(folder, config, [FIRST])
+    return folder
+
+
+@pytest.fixture
+def done(first, tmp_path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(first, tmp_path / "moved"))
+
+
+@pytest.fixture
+def trainings(monkeypatch) -> list[str]:
+    """Names of the arms whose training was started, in order."""
+    started: list[str] = []
+
+    def counted(run: RunConfig):
+        started.append(Path(run.training.save_dir).name)
+        return pretrain(run)
+
+    monkeypatch.setattr(long_context, "pretrain", counted)
+    return started
+
+
+def test_each_arm_is_trained_and_read_in_every_way(config, tmp_path, trainings):
+    table = ask(tmp_path, config)
+    check_evidence(table, "long_context")
+    assert trainings == [FIRST.name, SECOND.name]
+    for arm in (FIRST, SECOND):
+        rows = [r for r in table["rows"] if all(r[k] == v for k, v in arm._asdict().items())]
+        asked = [(r["read"], r["length"], r["trials"]) for r in rows if "length" in r]
+        assert asked == [(read, length, 2) for read in RECIPES for length in (80, 128)]
+        texts = [(r["read"], r["loss_from"]) for r in rows if "text_loss" in r]
+        assert texts == [(read, 0) for read in RECIPES]
+        assert sum("validation_loss" in r for r in rows) == 1
+    # 2 sequences × 2 micro-steps × 64 tokens × 2 steps
+    assert "2 steps, 512 tokens" in table["notes"][0]
+    assert table["title"].endswith("64 tokens")
+
+
+def test_an_arm_changes_what_its_name_says():
+    base = load_config("nano")
+    documents = long_context.configure(base, long_context.DOCUMENTS, 30, Path("x"))
+    assert documents.training.rope == "yarn"
+    assert (documents.model.yarn_layers, documents.model.yarn_mscale_pruned) == ("all", False)
+    assert (documents.training.warmup_steps, documents.training.total_steps) == (3, 30)
+    bare = long_context.configure(base, SECOND._replace(rope="plain"), 30, Path("x"))
+    assert not bare.model.sink_bias
+    assert not bare.model.yarn_prune_rope_global
+    assert (bare.training.seed, bare.training.save_dir) == (2, "x/plain-whole-bare-2")
+    assert len({arm.name for arm in long_context.ARMS}) == 8
+    assert all(long_context.parse_arm(arm.name) == arm for arm in long_context.ARMS)
+
+
+def test_it_goes_on_after_a_kill_between_arms(config, tmp_path, trainings, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(long_context, "pretrain", lambda run: 1 / 0 if "yarn" in run.training.save_dir else pretrain(run))  # fmt: skip
+        with pytest.raises(ZeroDivisionError):
+            ask(tmp_path, config)
+    first = (tmp_path / f"{FIRST.name}.json").read_bytes()
+    table = ask(tmp_path, config)
+    assert trainings == [SECOND.name]
+    assert (tmp_path / f"{FIRST.name}.json").read_bytes() == first
+    assert {row["rope"] for row in table["rows"]} == {"plain", "yarn"}
+    assert [path.name for path in tmp_path.glob("*.tmp")] == []
+    assert ask(tmp_path, config)["rows"] == table["rows"]
+    assert trainings == [SECOND.name]
+
+
+def test_an_arm_killed_before_its_result_is_only_read_again(config, done):
+    table = ask(done, config, [FIRST])
+    (done / f"{FIRST.name}.json").unlink()
+    saved = done / FIRST.name / "model_step_2.safetensors"
+    before = saved.stat().st_mtime_ns
+    assert ask(done, config, [FIRST])["rows"] == table["rows"]
+    assert saved.stat().st_mtime_ns == before
+
+
+def test_an_arm_named_twice_counts_once(config, done):
+    assert len(ask(done, config, [FIRST, FIRST])["rows"]) == 1 + 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"steps": 3}, "training.total_steps is 2 there and 3 here"),
+        ({"trials": 1}, "trials is 2 there and 1 here"),
+        ({"lengths": (80,)}, "lengths is"),
+        ({"overrides": ["training.lr=2e-2"]}, "training.lr is 0.01 there and 0.02 here"),
+    ],
+)
+def test_results_of_other_settings_are_not_mixed_in(config, done, trainings, changes, words):
+    with pytest.raises(ValueError, match=words):
+        ask(done, config, **changes)
+    assert trainings == []
+
+
+def test_a_half_trained_arm_of_other_settings_is_refused(config, tmp_path, trainings):
+    pretrain(long_context.configure(load_config(config), FIRST, 2, tmp_path), max_steps=1, progress=False)  # fmt: skip
+    with pytest.raises(ValueError, match=r"training.total_steps is 2 there and 4 here.*delete"):
+        ask(tmp_path, config, steps=4)
+    assert trainings == []
+    ask(tmp_path, config, [FIRST])
+
+
+def test_a_damaged_result_is_named(config, tmp_path):
+    (tmp_path / f"{FIRST.name}.json").write_text("[{")
+    with pytest.raises(ValueError, match=rf"{FIRST.name}.json.*delete it"):
+        ask(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"trials": 0}, "trials"),
+        ({"lengths": ()}, "length"),
+        ({"lengths": (80, 129)}, "eval_max_seq_len = 128"),
+        ({"lengths": (8, 80)}, "too short"),
+        ({"arms": ()}, "arm"),
+        ({"lengths": (99_999,), "overrides": ["model.eval_max_seq_len=100000"]}, "val-fraction"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_training(
+    config, tmp_path, trainings, changes, words
+):
+    with pytest.raises(ValueError, match=words):
+        ask(tmp_path / "out", config, **changes)
+    assert trainings == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_without_a_tokenizer_is_refused_before_training(config, tmp_path, trainings):
+    shards = tmp_path / "bare"
+    shutil.copytree(Path(load_config(config).data.train_data_path or "") / "train", shards)
+    with pytest.raises(ValueError, match="tokenizer"):
+        ask(tmp_path / "out", config, overrides=[f"data.train_data_path={shards}"])
+    assert trainings == []
+
+
+def test_held_out_text_is_read_in_its_own_dtype(config, tmp_path):
+    """Shards of a large vocabulary are uint32, and the command line reads them as such."""
+    run = load_config(config)
+    folder = Path(run.data.train_data_path or "") / "validation"
+    ids = np.fromfile(folder / "shard_00000.bin", dtype=np.uint16)[:129].astype(np.int64)
+    assert np.array_equal(long_context.held_out(run, 129), ids)
+    for split in ("train", "validation"):
+        with ShardWriter(tmp_path / split, vocab_size=70_000, eos_token_id=0) as writer:
+            writer.write(np.arange(69_000, 69_600))
+    wide = dataclasses.replace(run.data, train_data_path=str(tmp_path))
+    text = long_context.held_out(
+        dataclasses.replace(
+            run, data=wide, model=dataclasses.replace(run.model, vocab_size=70_000)
+        ),
+        129,
+    )
+    assert text.tolist() == list(range(69_000, 69_129))
+
+
+@pytest.mark.parametrize("name", ["plain", "rope-pruned-sinks-1", "plain-pruned-sinks-", "plain-bare-sinks-1", "yarn-whole-pruned-1"])  # fmt: skip
+def test_a_name_of_another_form_is_refused(name):
+    with pytest.raises(ValueError, match="as in yarn-pruned-sinks-1337"):
+        long_context.parse_arm(name)
+
+
+def test_the_command_runs_it_and_writes_the_evidence(config, tmp_path, capsys):
+    arguments = ["experiment", tmp_path / "runs", "--config", config, "--arm", FIRST.name, "--steps", 2]  # fmt: skip
+    arguments += ["--trials", 2, "--length", 80, "--set", "training.micro_batch_size=auto", "--out", tmp_path / "out"]  # fmt: skip
+    with pytest.raises(SystemExit) as left:
+        main([str(a) for a in arguments])
+    assert not left.value.code, capsys.readouterr().err
+    written = json.loads((tmp_path / "out" / "long_context.json").read_text())
+    assert "--set training.micro_batch_size=auto" in written["command"]
+    assert "--steps 2" in written["command"]
