@@ -21,6 +21,7 @@ from .exercise import Exercise, Mistake, Trial
 NOTEBOOK = "11_memory"
 
 Computation = Callable[..., Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 def _numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -37,7 +38,7 @@ def _kept_reference(f: Computation, x: Tensor, w: Tensor) -> int:
 
 
 def _kept(f: Computation, x: Tensor, w: Tensor, kind: str) -> int:
-    """What a slip counts: every call, tensors in place of storages, the inputs too, or four bytes for every number."""
+    """What a slip counts: every call, views by their own size, both, the inputs too, or four bytes for every number."""
     there = {t.untyped_storage().data_ptr() for t in (x, w)}
     sizes: dict[int, int] = {}
     calls = []
@@ -46,7 +47,7 @@ def _kept(f: Computation, x: Tensor, w: Tensor, kind: str) -> int:
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         if kind == "inputs" or address not in there:
-            calls.append(size)
+            calls.append(tensor.nbytes if kind == "as they come" else size)
             narrow = size // tensor.element_size() * 4
             sizes[address] = {"views": tensor.nbytes, "four": narrow}.get(kind, size)
         return tensor
@@ -54,7 +55,7 @@ def _kept(f: Computation, x: Tensor, w: Tensor, kind: str) -> int:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = f(x, w)
     assert result is not None
-    return sum(calls) if kind == "calls" else sum(sizes.values())
+    return sum(calls) if kind in ("calls", "as they come") else sum(sizes.values())
 
 
 def _kept_afterwards(f: Computation, x: Tensor, w: Tensor) -> int:
@@ -126,6 +127,11 @@ check_kept_bytes = Exercise(
             "tensors, not storages",
             "a view keeps its whole storage alive: ask the storage for its bytes, not the tensor.",
             lambda f, x, w: _kept(f, x, w, "views"),
+        ),
+        Mistake(
+            "tensors as they come",
+            "every tensor was added up as it came. Two may share a storage, and a view keeps all of it.",
+            lambda f, x, w: _kept(f, x, w, "as they come"),
         ),
         Mistake(
             "inputs counted",
@@ -382,21 +388,24 @@ class _TellRuns(torch.autograd.Function):
         return dy * ctx.runs[0], None
 
 
-def _counted(inner: Computation) -> Computation:
+def _counted(inner: Computation) -> Callable[..., Pair]:
+    """A stream and a loss beside it, as a block returns them."""
     runs = [0]
 
-    def f(x: Tensor, w: Tensor) -> Tensor:
+    def f(x: Tensor, w: Tensor) -> Pair:
         runs[0] += 1
-        return _TellRuns.apply(inner(x, w), runs)
+        stream = inner(x, w)
+        loss = (stream.mean(0) * w.square().mean()).sum()
+        return _TellRuns.apply(stream, runs), _TellRuns.apply(loss, runs)
 
     return f
 
 
-def _torch_checkpoint(f: Computation, x: Tensor, w: Tensor) -> Tensor:
+def _torch_checkpoint(f: Callable[..., Any], x: Tensor, w: Tensor) -> Any:
     return checkpoint(f, x, w, use_reentrant=False)
 
 
-def _lazily(f: Computation, x: Tensor, w: Tensor) -> Tensor:
+def _lazily(f: Callable[..., Pair], x: Tensor, w: Tensor) -> Pair:
     """Right, and written differently: numbers on the tape, tensors made again on demand."""
     again: list[Tensor] = []
     count = itertools.count()
@@ -415,38 +424,46 @@ def _lazily(f: Computation, x: Tensor, w: Tensor) -> Tensor:
 
 
 def _own(
-    f: Computation, x: Tensor, w: Tensor, *, only_x: bool = False, attached: bool = False
-) -> Tensor:
+    f: Callable[..., Pair],
+    x: Tensor,
+    w: Tensor,
+    *,
+    only_x: bool = False,
+    only_stream: bool = False,
+    ones: bool = False,
+    tape: bool = True,
+) -> Pair:
     class Again(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Pair:
             ctx.save_for_backward(x, w)
             return f(x, w)
 
         @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
             kept, needed = ctx.saved_tensors, ctx.needs_input_grad
             x, w = (t.detach().requires_grad_(n) for t, n in zip(kept, needed, strict=True))
-            with torch.enable_grad():
-                y = f(x, w)
-            torch.autograd.backward(y, torch.ones_like(y) if attached else dy)
+            with torch.set_grad_enabled(tape):  # off inside a backward pass
+                results = f(x, w)
+            if ones:
+                incoming = tuple(torch.ones_like(result) for result in results)
+            count = 1 if only_stream else 2
+            torch.autograd.backward(results[:count], incoming[:count])
             return x.grad, None if only_x else w.grad
 
     return Again.apply(x, w)
 
 
-def _no_tape(f: Computation, x: Tensor, w: Tensor) -> Tensor:
+def _one_gradient(f: Callable[..., Pair], x: Tensor, w: Tensor) -> Pair:
     class Again(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Pair:
             ctx.save_for_backward(x, w)
             return f(x, w)
 
         @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-            x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-            torch.autograd.backward(f(x, w), dy)  # gradients are off inside a backward pass
-            return x.grad, w.grad
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # two come
+            raise AssertionError("not reached")
 
     return Again.apply(x, w)
 
@@ -465,7 +482,7 @@ def _own_trial(
     strided: bool = False,
     needed: tuple[bool, bool] = (True, True),
 ) -> Trial:
-    def make() -> tuple[Computation, Tensor, Tensor]:
+    def make() -> tuple[Callable[..., Pair], Tensor, Tensor]:
         x = _numbers(*(x_shape[::-1] if strided else x_shape), seed=seed, dtype=dtype)
         w = _numbers(*w_shape, seed=seed + 1, dtype=dtype)
         x = x.mT if strided else x
@@ -501,20 +518,30 @@ check_checkpointed = Exercise(
         ),
         Mistake(
             "dy ignored",
-            "the incoming gradient was not used; the second run's backward pass must start from it.",
-            lambda f, x, w: _own(f, x, w, attached=True),
+            "the incoming gradients were not used; the second run's backward pass must start from them.",
+            lambda f, x, w: _own(f, x, w, ones=True),
         ),
         Mistake(
             "no tape the second time",
             "inside backward no tape is written unless asked for: torch.enable_grad().",
-            _no_tape,
+            lambda f, x, w: _own(f, x, w, tape=False),
+        ),
+        Mistake(
+            "loss forgotten",
+            "what comes back through the loss is missing. The second backward pass starts from both results.",
+            lambda f, x, w: _own(f, x, w, only_stream=True),
+        ),
+        Mistake(
+            "one gradient for two results",
+            "backward is called with one gradient for each result of forward, and here there are two results.",
+            _one_gradient,
         ),
     ),
     alternatives=(_lazily, _own),
     hints=(
         "A torch.autograd.Function writes no tape in its forward. Give f to it as an argument and keep x and w.",
         "In backward: detach the inputs, require gradients where ctx.needs_input_grad says so, run f under torch.enable_grad().",
-        "Then torch.autograd.backward(y, dy), and return None for f, and the .grad of both copies.",
+        "Then torch.autograd.backward(results, gradients), and return None for f, and the .grad of both copies.",
     ),
 )
 
