@@ -227,8 +227,8 @@ class DataConfig:
 
     `train_data_path` is a directory of shards written by `gptoss prepare`; without one, `corpus` names a built-in text
     ("stdlib": the Python standard library of the running interpreter) that is prepared once and cached.
-    `retrieval_share` of the training windows carry `retrieval_keys` named keys and `retrieval_questions` questions
-    about them (chapter 16).
+    `retrieval_share` of the training windows carry `retrieval_keys` named keys, `retrieval_near_misses` lines that look
+    like them, and `retrieval_questions` questions about the keys (chapter 16).
     """
 
     train_data_path: str | None = None
@@ -238,6 +238,7 @@ class DataConfig:
     retrieval_share: float = 0.0
     retrieval_keys: int = 8
     retrieval_questions: int = 6
+    retrieval_near_misses: int = 0
     num_workers: int = 0
 
     def __post_init__(self) -> None:
@@ -253,7 +254,8 @@ class DataConfig:
             "retrieval_questions",
             "must be positive and at most retrieval_keys",
         )
-        require(self.num_workers >= 0, "num_workers", "must not be negative")
+        for name in ("retrieval_near_misses", "num_workers"):
+            require(getattr(self, name) >= 0, name, "must not be negative")
 
 
 @dataclass
@@ -286,6 +288,22 @@ class RunConfig:
             }
         )
 
+    @classmethod
+    def from_saved(cls, sections: Any) -> "RunConfig":
+        """Build a run from the config.json that it left beside its weights, also from before some fields existed.
+
+        A field that came later takes its default, unless the model was trained as something else: YaRN once changed all
+        layers and left pruned pairs at 1, so a model trained with YaRN keeps that.
+
+        Raises:
+            ValueError: as in `from_dict`, or another form.
+        """
+        _require_sections(sections)
+        model, training = sections.get("model") or {}, sections.get("training") or {}
+        if training.get("rope") == "yarn":
+            model = {"yarn_layers": "all", "yarn_mscale_pruned": False} | model
+        return cls.from_dict(sections | {"model": model})
+
 
 def list_configs() -> list[str]:
     """The names of the configurations that come with the package."""
@@ -312,19 +330,16 @@ def load_config(name_or_path: str | Path, overrides: Iterable[str] = ()) -> RunC
     if name in list_configs():
         text = resources.files("gptoss").joinpath("configs", f"{name}.yaml").read_text()
     elif path.is_file():
-        text = path.read_text()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name}: not UTF-8 text: {error}; give a YAML file") from error
     else:
         raise FileNotFoundError(
             f"no configuration {name!r}: give a YAML file or one of {', '.join(list_configs())}"
         )
-    try:
-        sections = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(sections, dict) or not all(
-        section is None or isinstance(section, dict) for section in sections.values()
-    ):
-        raise ValueError(f"{name}: expected sections model:, training: and data:, each with keys")
+    sections = _read_yaml(text, name) or {}
+    _require_sections(sections, f"{name}: ")
     for override in overrides:
         _apply_override(sections, override)
     return RunConfig.from_dict(sections)
@@ -353,11 +368,27 @@ def _apply_override(sections: dict[str, Any], override: str) -> None:
         )
     if sections.get(section) is None:
         sections[section] = {}
-    sections[section][key] = yaml.safe_load(text)
+    sections[section][key] = _read_yaml(text, f"override {override!r}")
 
 
-def _require_known(name: str, known: Iterable[str], what: str) -> None:
+def _read_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _require_sections(sections: Any, where: str = "") -> None:
+    if not isinstance(sections, dict) or not all(
+        section is None or isinstance(section, dict) for section in sections.values()
+    ):
+        raise ValueError(f"{where}expected sections model:, training: and data:, each with keys")
+
+
+def _require_known(name: Any, known: Iterable[str], what: str) -> None:
     known = list(known)
+    if not isinstance(name, str):
+        raise ValueError(f"unknown {what}: {name!r}; known: {', '.join(known)}")
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
@@ -376,8 +407,8 @@ def _coerce(name: str, value: Any, wanted: Any) -> Any:
     if isinstance(value, bool):
         if bool in options:
             return value
-    elif int in options and isinstance(value, int | float) and value == int(value):
-        return int(value)
+    elif int in options and isinstance(value, int | float) and value % 1 == 0:
+        return int(value)  # neither infinity nor NaN has a remainder of 0
     elif float in options and isinstance(value, int | float | str):
         try:
             return float(value) if isinstance(value, str) else value

@@ -39,7 +39,9 @@ def read_result(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
         return None
     try:
         result = json.loads(path.read_text())
-        there = settings_of(RunConfig.from_dict(result["run"]), result["lengths"], result["trials"])
+        there = settings_of(
+            RunConfig.from_saved(result["run"]), result["lengths"], result["trials"]
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a result of this experiment ({error}); delete it") from error
     require_same(path, there, asked)

@@ -10,7 +10,6 @@ cannot be read in the end is refused before anything is trained, and results of 
 
 import dataclasses
 import gc
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from gptoss.inference.passkey_prompt import build_passkey_prompt
 from gptoss.model.transformer import GPTOSS
 from gptoss.training.distributed import World
 from gptoss.training.pretrain import pretrain
-from gptoss.training.restore import CONFIG_FILE
+from gptoss.training.restore import CONFIG_FILE, read_run_config
 from gptoss.training.run_data import open_run_data
 
 COLUMNS = {
@@ -239,7 +238,7 @@ def experiment(
         results[arm] = read_result(folder / f"{arm.name}.json", asked)
         begun = Path(run.training.save_dir) / CONFIG_FILE
         if results[arm] is None and begun.is_file():
-            there = settings_of(RunConfig.from_dict(json.loads(begun.read_text())), lengths, trials)
+            there = settings_of(read_run_config(begun), lengths, trials)
             require_same(begun.parent, there, asked)
     if None in results.values():
         check_reading(next(iter(runs.values())), lengths, trials)

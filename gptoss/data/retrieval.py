@@ -84,8 +84,10 @@ def insert_retrieval(
         raise ValueError(
             f"n_keys = {n_keys}, n_questions = {n_questions}: expected 1 <= n_questions <= n_keys <= {len(NAMES)}"
         )
-    if n_near_misses < 0:
-        raise ValueError(f"n_near_misses = {n_near_misses}: must not be negative")
+    if not 0 <= n_near_misses <= 10**KEY_DIGITS - n_keys:
+        raise ValueError(
+            f"n_near_misses = {n_near_misses}: must lie in [0, {10**KEY_DIGITS - n_keys}], each has its own number"
+        )
     names = [NAMES[i] for i in rng.choice(len(NAMES), size=n_keys, replace=False)]
     values = rng.choice(10**KEY_DIGITS, size=n_keys + n_near_misses, replace=False)
     keys = [f"{int(value):0{KEY_DIGITS}d}" for value in values]
@@ -106,8 +108,8 @@ def insert_retrieval(
     body = len(tokens) - len(questions) - sum(map(len, lines))
     if body < n_keys:
         raise ValueError(
-            f"a window of {len(tokens)} tokens is too short for {n_keys} keys and {n_questions} questions "
-            f"({len(tokens) - body} tokens); lower retrieval_keys or lengthen max_seq_len"
+            f"a window of {len(tokens)} tokens is too short for {n_keys} keys, {n_near_misses} near misses and "
+            f"{n_questions} questions ({len(tokens) - body} tokens); lower retrieval_keys or lengthen max_seq_len"
         )
     places = (np.arange(n_keys) + rng.random(n_keys)) * body / n_keys
     places = np.concatenate([places, rng.random(n_near_misses) * body]).astype(np.int64)

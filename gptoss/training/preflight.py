@@ -11,6 +11,7 @@ from gptoss.training.checkpoint import CheckpointManager
 from gptoss.training.distributed import World
 from gptoss.training.memory import predict_run_memory
 from gptoss.training.plan import AUTO_REFERENCE, BatchPlan, plan_batches, sequences_per_step
+from gptoss.training.restore import require_same_rotation
 from gptoss.training.run_data import RunData, open_run_data
 
 
@@ -68,6 +69,8 @@ def check_run(run: RunConfig, resume: str | int, world: World) -> Preflight:
         auto_at_most=None if on_gpu else AUTO_REFERENCE,
     )
     first_step, resumes, checkpoints = world.from_main(lambda: find_start(run, resume))
+    if resumes:
+        world.from_main(lambda: require_same_rotation(Path(training.save_dir), run))
     data = open_run_data(run, world)
     return Preflight(
         data, batch, first_step, resumes, checkpoints, predicted(batch.micro_batch), limit

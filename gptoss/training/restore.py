@@ -23,6 +23,41 @@ def write_description(directory: Path, run: RunConfig, tokenizer: Tokenizer | No
         tokenizer.save(directory / TOKENIZER_FILE)
 
 
+def read_run_config(path: Path) -> RunConfig:
+    """The configuration that a run left as config.json, as `RunConfig.from_saved` understands it.
+
+    Raises:
+        ValueError: the file is not one.
+    """
+    try:
+        return RunConfig.from_saved(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: not a run's configuration: {error}") from error
+
+
+def require_same_rotation(directory: Path, run: RunConfig) -> None:
+    """Refuse to go on training a run with another rotary function than it began with; without config.json nothing is known.
+
+    Raises:
+        ValueError: the first setting that differs, and how to keep it.
+    """
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        return
+    began = read_run_config(path)
+    settings = ["training.rope"]
+    if run.training.rope == "yarn":
+        settings += ["model.yarn_layers", "model.yarn_mscale_pruned"]
+    for setting in settings:
+        section, name = setting.split(".")
+        then, now = (getattr(getattr(one, section), name) for one in (began, run))
+        if then != now:
+            raise ValueError(
+                f"{path}: this run began with {setting} = {then!r}, and now it is {now!r}: go on with --set "
+                f"{setting}={str(then).lower() if isinstance(then, bool) else then}, or choose another training.save_dir"
+            )
+
+
 def load_run(
     directory: str | Path, step: int | None = None, device: torch.device | str = "cpu"
 ) -> tuple[GPTOSS, Tokenizer | None, RunConfig]:
@@ -46,10 +81,7 @@ def load_run(
         raise FileNotFoundError(f"{directory}: no such directory; give the save_dir of a run")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing; give the save_dir of a run of `gptoss pretrain`")
-    try:
-        run = RunConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: not a run's configuration: {error}") from error
+    run = read_run_config(path)
     tokenizer_path = directory / TOKENIZER_FILE
     tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() else None
     model = GPTOSS(run.model)

@@ -108,6 +108,7 @@ def open_run_data(run: RunConfig, world: World) -> RunData:
             config.retrieval_share,
             config.retrieval_keys,
             config.retrieval_questions,
+            config.retrieval_near_misses,
         )
     return RunData(source, train, validation, tokenizer)
 

@@ -1,6 +1,7 @@
 """The whole run: what it returns, what it leaves on disk, what it refuses before it writes anything."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 
 from gptoss.inference.generate import generate_with_result
 from gptoss.training.checkpoint import CheckpointManager
+from gptoss.training.distributed import World
 from gptoss.training.journal import read_journal
 from gptoss.training.pretrain import pretrain
 from gptoss.training.restore import load_run
+from gptoss.training.run_data import open_run_data
 
 
 @pytest.fixture
@@ -102,6 +105,22 @@ def test_retrieval_examples_are_mixed_in(text_run, prepared):
     run = text_run()
     run = replace(run, data=replace(run.data, **data), model=replace(run.model, **model))
     assert pretrain(run, progress=False, max_steps=1).step == 1
+
+
+def test_near_misses_stand_among_the_retrieval_lines(text_run, prepared):
+    data = {"train_data_path": str(prepared), "validation_data_path": None, "retrieval_share": 1.0}
+    data |= {"retrieval_keys": 1, "retrieval_questions": 1, "retrieval_near_misses": 2}
+    run = text_run()
+    model = replace(run.model, vocab_size=320, max_seq_len=256, eval_max_seq_len=256)
+    run = replace(run, data=replace(run.data, **data), model=model)
+    opened = open_run_data(run, World(torch.device("cpu")))
+    text = opened.tokenizer.decode(opened.source.sequence_at(1, 0).tolist())
+    lines = re.findall(r"\n# .*\b\d{5}\b", text)
+    assert len(lines) == 3
+    assert len([line for line in lines if "The passkey of" in line]) == 1
+    shorter = replace(run, model=replace(model, max_seq_len=64))
+    with pytest.raises(ValueError, match="1 keys, 2 near misses and 1 questions"):
+        open_run_data(shorter, World(torch.device("cpu")))
 
 
 def test_without_validation_shards_the_end_of_the_training_shards_is_held_out(small_run):
