@@ -204,6 +204,7 @@ def _yarn(
     unclamped: bool = False,
     periods: bool = False,
     ramp_over_turns: bool = False,
+    low_below_zero: bool = False,
 ) -> Tensor:
     omega = _plain(head_dim, theta)
     pair = torch.arange(head_dim // 2, dtype=torch.float64)
@@ -213,7 +214,7 @@ def _yarn(
     )
     if rounded:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = low if low_below_zero else max(low, 0), min(high, head_dim - 1)
     ramp = (pair - low) / (high - low)
     if ramp_over_turns:
         turns = original_length * omega / circle
@@ -294,6 +295,11 @@ check_yarn_frequencies = Exercise(
             partial(_yarn, ramp_over_turns=True),
         ),
         Mistake(
+            "low below 0",
+            "the training length is so short here that low falls below pair 0. Hold it at 0.",
+            partial(_yarn, low_below_zero=True),
+        ),
+        Mistake(
             "position interpolation",
             "every pair was divided by s. That is PI; YaRN keeps the fast pairs.",
             lambda head_dim, theta, scale_factor, original_length, beta_fast, beta_slow: (
@@ -370,6 +376,16 @@ check_unseen_pairs = Exercise(
             "every pair with less than one turn in training was counted, also those that stay within what they saw.",
             lambda trained, trained_reach, read, read_reach: int(
                 (trained * trained_reach < 2 * math.pi).sum()
+            ),
+        ),
+        Mistake(
+            "no margin",
+            "pairs that go a little further than in training were counted, by less than 1%.",
+            lambda trained, trained_reach, read, read_reach: int(
+                (
+                    (read * read_reach).clamp(max=2 * math.pi)
+                    > (trained * trained_reach).clamp(max=2 * math.pi)
+                ).sum()
             ),
         ),
         Mistake(
