@@ -142,9 +142,15 @@ def _clamped_slip(slip: str) -> Callable[..., Tensor]:
             up = up.clamp(-7.0, 7.0)
         one = 0.0 if slip == "no one" else 1.0
         slope = 1.0 if slip == "plain sigmoid" else 1.702
-        scale = weights[:, None]
+        scale, out = weights[:, None], torch.zeros_like(gate)
         if slip == "no weight":
             scale = torch.ones_like(scale)
+        if slip == "store past the run":
+            for first, last in zip(row.tolist(), end.tolist(), strict=True):
+                mine = slice(first, min(first + TILE, last))
+                out[mine] = (weights[:, None] * (up + 1) * gate * torch.sigmoid(1.702 * gate))[mine]
+                out[last : first + TILE] = 0.0  # loads past the run are masked, so both sums are 0
+            return out
         if slip == "weight of the lane":
             lane = torch.zeros(x.shape[0], dtype=torch.int64)
             for first, last in zip(row.tolist(), end.tolist(), strict=True):
@@ -167,9 +173,13 @@ def _one_by_one(
     return torch.einsum("r,rf,rf->rf", weights, up + 1, gate / (1 + torch.exp(-1.702 * gate)))
 
 
-def _epilogue_trial(label: str, counts: list[int], C: int, hidden: int, seed: int) -> Trial:
+def _epilogue_trial(
+    label: str, counts: list[int], C: int, hidden: int, seed: int, backwards: bool = False
+) -> Trial:
     def make() -> tuple[Tensor, ...]:
         table = _table(torch.tensor(counts), TILE)
+        if backwards:
+            table = tuple(column.flip(0) for column in table)
         x = 1.5 * _numbers(sum(counts), C, seed=seed)
         w1, w3 = (_numbers(len(counts), hidden, C, seed=seed + i) for i in (1, 2))
         return x, *table, w1, w3, _numbers(sum(counts), seed=seed + 3).abs() + 0.1
@@ -187,6 +197,9 @@ check_clamped_swiglu = Exercise(
         _epilogue_trial("one expert, 16 rows, whole tiles", [16], 16, 16, 0),
         _epilogue_trial("rows 5, 0 and 18; C = 21, F = 19", [5, 0, 18], 21, 19, 10),
         _epilogue_trial("one row", [0, 1], 7, 3, 20),
+        _epilogue_trial(
+            "rows 5, 0 and 18, the last tile first", [5, 0, 18], 21, 19, 30, backwards=True
+        ),
     ),
     mistakes=(
         Mistake(
@@ -206,6 +219,12 @@ check_clamped_swiglu = Exercise(
             "weight of the lane",
             "weights were read at 0 … 15 in every tile. They belong to rows of the whole array: weights_ptr + row.",
             _clamped_slip("weight of the lane"),
+        ),
+        Mistake(
+            "store past the run",
+            "a tile wrote over the first rows of the next run. In the order of the table the next tile puts them "
+            "right; in another order it does not. The store's mask is row < end.",
+            _clamped_slip("store past the run"),
         ),
     ),
     alternatives=(_one_by_one,),
