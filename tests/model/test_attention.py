@@ -387,3 +387,11 @@ def test_chunks_through_the_cache_equal_one_pass(layer_idx: int, chunks: list[in
             parts.append(layer(x[:, part], table(done, done + size), cache))
             done += size
     torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_the_oracle_stays_in_float32_under_autocast() -> None:
+    q, k, v = torch.randn(3, 1, 2, 9, 8).unbind(0)
+    exact = manual_causal_attention(q.double(), k.double(), v.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = manual_causal_attention(q, k, v)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-6)

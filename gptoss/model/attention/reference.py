@@ -48,16 +48,17 @@ def manual_causal_attention(
     index = torch.arange(S, device=q.device)
     visible = visible_keys(index[S - T :], index, window, key_start)
     visible = visible if key_start is None else visible[:, 0]  # (B, 1, T, S)
-    keys, values = repeat_kv(k, group).to(dtype), repeat_kv(v, group).to(dtype)
-    scores = (
-        q.to(dtype) @ keys.transpose(-1, -2) * (D**-0.5 if scale is None else scale)
-    )  # (B, H, T, S)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sink_bias is None:
-        sees_nothing = ~visible.any(dim=-1, keepdim=True)
-        weights = torch.softmax(scores.masked_fill(sees_nothing, 0.0), dim=-1)
-        weights = weights.masked_fill(~visible, 0.0)
-    else:
-        sink = sink_bias.to(dtype)[:, None, None].expand(B, H, T, 1)
-        weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :S]
-    return (weights @ values).to(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):  # which would multiply in bf16
+        keys, values = repeat_kv(k, group).to(dtype), repeat_kv(v, group).to(dtype)
+        scores = (
+            q.to(dtype) @ keys.transpose(-1, -2) * (D**-0.5 if scale is None else scale)
+        )  # (B, H, T, S)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sink_bias is None:
+            sees_nothing = ~visible.any(dim=-1, keepdim=True)
+            weights = torch.softmax(scores.masked_fill(sees_nothing, 0.0), dim=-1)
+            weights = weights.masked_fill(~visible, 0.0)
+        else:
+            sink = sink_bias.to(dtype)[:, None, None].expand(B, H, T, 1)
+            weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :S]
+        return (weights @ values).to(q.dtype)
