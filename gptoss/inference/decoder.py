@@ -86,6 +86,8 @@ class Decoder:
         self.max_len = max_len
         self.mode = gptoss.rope_mode if mode is None else mode
         self.device = gptoss.embed.weight.device
+        if self.device.type == "meta":
+            raise ValueError("the model is on the meta device, without weights: load them first")
         self.dtype = dtype or compute_dtype(model)
         require_decode_kernels()
         if problem := unsupported(self.cfg, self.dtype, self.device):
@@ -94,6 +96,7 @@ class Decoder:
         self.cache = cast(StaticCache, cache)  # for_model is annotated with its base class
         self._captures = graph and self.device.type == "cuda"
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.n_sequences = 0  # begun so far; whoever reads along sees that another one was begun
         self.n_read = 0  # positions in the cache, known to the host without asking: the next step reads tape[n_read]
 
         def take(weight: Tensor) -> Tensor:
@@ -134,11 +137,16 @@ class Decoder:
             (1, V) logits of the next token, for which `put` has the place.
 
         Raises:
-            ValueError: more than one row, or a prompt longer than `max_len`.
+            ValueError: more than one row, a prompt longer than `max_len`, or what is no id of the vocabulary.
         """
         if ids.ndim != 2 or ids.shape[0] != 1 or not 0 < ids.shape[1] <= self.max_len:
             raise ValueError(
                 f"expected ids (1, T) with T from 1 to max_len = {self.max_len}, got {tuple(ids.shape)}"
+            )
+        V = self.cfg.vocab_size
+        if ids.is_floating_point() or bool(((ids < 0) | (ids >= V)).any()):
+            raise ValueError(
+                f"expected integer ids in the vocabulary [0, {V}), got {ids.dtype} from {ids.min()} to {ids.max()}"
             )
         T = ids.shape[1]
         self.restart()
@@ -156,11 +164,20 @@ class Decoder:
     def restart(self) -> None:
         """Forget the sequence; memory and graphs stay."""
         self.cache.reset()
+        self.n_sequences += 1
         self.n_read = 0
         self._position.zero_()
 
     def put(self, token: Int[Tensor, "1"] | int) -> None:
-        """Write the token that the next step reads; the host does not wait."""
+        """Write the token that the next step reads; the host does not wait, so a tensor's value is not looked at.
+
+        Raises:
+            ValueError: a number outside the vocabulary.
+        """
+        if isinstance(token, int) and not 0 <= token < self.cfg.vocab_size:
+            raise ValueError(
+                f"token {token}: expected an id of the vocabulary [0, {self.cfg.vocab_size})"
+            )
         self.tape[self.n_read : self.n_read + 1] = token
 
     @torch.no_grad()

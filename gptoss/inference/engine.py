@@ -148,11 +148,16 @@ def _eager_reader(model: nn.Module, request: Request) -> Read:
 
 def _tokens(decoder: Decoder, request: Request) -> Iterator[int]:
     logits = decoder.read(request.batch.ids, request.prefill_chunk)
+    sequence = decoder.n_sequences
     decoder.put(_draw(logits, request, 0))
     blocks = deque([_fetch(decoder, decoder.n_read, 1)])
     first = index = 1  # `index` counts the tokens asked for, `first` those handed out
     yield _checked(blocks.popleft()()[0], 0)
     while first < request.max_new_tokens:
+        if decoder.n_sequences != sequence:
+            raise ValueError(
+                "the decoder was given another prompt before this stream ended: take one Decoder a stream, or end it first"
+            )
         while index < request.max_new_tokens and len(blocks) < 2:
             start, last = decoder.n_read + 1, min(index + STEPS_A_BLOCK, request.max_new_tokens)
             for step in range(index, last):

@@ -4,8 +4,10 @@ B batch, T tokens of the longest prompt. Padding stands on the left, so that eve
 token and all rows decode in step; `key_start` says how many padding tokens a row has, and nothing attends to them.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -53,7 +55,7 @@ def batch_prompts(
     """
     if isinstance(prompts, Tensor):
         ids = prompts
-        if ids.ndim != 2 or ids.is_floating_point():
+        if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(
                 f"expected token ids (B, T), got {tuple(ids.shape)} of {ids.dtype}; "
                 "a single prompt is ids[None]"
@@ -102,5 +104,12 @@ def _rows(prompts: object, tokenizer: Tokenizer | None) -> list[list[int]]:
                 raise ValueError("a text prompt needs a tokenizer; give tokenizer=..., or ids")
             rows.append(encode_text(tokenizer, prompt))
         else:
-            rows.append([int(token) for token in prompt])
+            rows.append([_token(token) for token in prompt])
     return rows
+
+
+def _token(token: Any) -> int:
+    try:
+        return operator.index(token)
+    except TypeError:
+        raise ValueError(f"expected token ids as integers, got {token!r}") from None

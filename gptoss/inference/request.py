@@ -3,7 +3,7 @@
 B batch, T prompt tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,8 @@ def check_request(
     gptoss: Any = model  # nn.Module types every attribute as a tensor or a module
     cfg = gptoss.cfg
     device = next(model.parameters()).device
+    if device.type == "meta":
+        raise ValueError("the model is on the meta device, without weights: load them first")
     check_sampling(temperature, top_k, top_p)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
@@ -72,8 +74,10 @@ def check_request(
         )
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+    if not isinstance(stop_ids, Iterable):
+        raise ValueError(f"stop_ids = {stop_ids!r}: expected a sequence of token ids, as in [0]")
     for name, ids in (("stop_ids", stop_ids), ("pad_id", (pad_id,))):
-        if not all(0 <= token < cfg.vocab_size for token in ids):
+        if any(token is None or not 0 <= token < cfg.vocab_size for token in ids):
             raise ValueError(
                 f"{name} {tuple(ids)}: expected ids in the vocabulary [0, {cfg.vocab_size})"
             )

@@ -182,6 +182,39 @@ def test_logits_of_given_tokens_equal_the_model_read_at_once(make_model, plain):
         decoder.step()
 
 
+def test_a_stream_whose_decoder_was_given_another_prompt_ends_with_an_error(make_model, plain):
+    model = make_model(window=W, dtype=torch.float32)
+    decoder = Decoder(model, 60)
+    first = stream(model, prompt(5), 40, temperature=0, engine=decoder)
+    next(first)
+    second = stream(model, prompt(9, seed=2), 40, temperature=0, engine=decoder)
+    taken = [next(second).tokens[0]]
+    with pytest.raises(ValueError, match=r"another prompt.*one Decoder a stream"):
+        list(first)
+    taken += [step.tokens[0] for step in second]
+    assert taken == generate(model, prompt(9, seed=2), 40, temperature=0)[0, 9:].tolist()
+
+
+@pytest.mark.parametrize("ids", [[[61]], [[-1]], [[1.5]], [[]], [[1], [2]], [1]])
+def test_a_decoder_reads_one_row_of_ids_of_the_vocabulary(make_model, plain, ids):
+    decoder = Decoder(make_model(window=W, dtype=torch.float32), 8)
+    with pytest.raises(ValueError, match="expected"):
+        decoder.read(torch.tensor(ids))
+
+
+@pytest.mark.parametrize("token", [61, -1])
+def test_a_decoder_takes_no_token_outside_the_vocabulary(make_model, plain, token):
+    decoder = Decoder(make_model(window=W, dtype=torch.float32), 8)
+    decoder.read(prompt(3))
+    with pytest.raises(ValueError, match=rf"token {token}: expected .*61"):
+        decoder.put(token)
+
+
+def test_a_decoder_of_a_model_without_weights_says_so(make_model):
+    with pytest.raises(ValueError, match=r"meta device.*load"):
+        Decoder(make_model(window=W, dtype=torch.float32).to("meta"), 8)
+
+
 # Sampling, stops, errors
 
 

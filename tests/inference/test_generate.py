@@ -271,6 +271,12 @@ def test_the_models_mode_is_its_own_while_a_stream_waits_and_after_an_error(make
         ([[1]], {"min_new_tokens": 6}, "min_new_tokens must lie in .0, max_new_tokens = 5., got 6"),
         ([[1]], {"stop_ids": [61]}, "stop_ids"),
         ([[1]], {"pad_id": -1}, "pad_id"),
+        ([[1]], {"pad_id": None}, "pad_id .None,.: expected ids"),
+        ([[1]], {"stop_ids": 5}, "stop_ids = 5: expected a sequence of token ids"),
+        ([[1]], {"stop_ids": [None]}, "stop_ids .None,.: expected ids"),
+        ([[1.5, 2]], {}, "expected token ids as integers, got 1.5"),
+        ([["a"]], {}, "expected token ids as integers, got 'a'"),
+        (torch.ones(1, 3, dtype=torch.bool), {}, "expected token ids"),
         ([[1]], {"rope": "ntk"}, "rope must be one of auto, plain, yarn"),
         ([[1]], {"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
         ([[1]], {"temperature": -1.0}, "temperature"),
@@ -286,6 +292,11 @@ def test_what_cannot_be_done_is_refused_before_any_work(make_model, ids, kwargs,
     with pytest.raises(ValueError, match=message) as error:
         stream(make_model(), ids, **{"max_new_tokens": 5} | kwargs)  # not even asked for a step
     assert "\n" not in str(error.value)
+
+
+def test_a_model_without_weights_says_so(make_model):
+    with pytest.raises(ValueError, match=r"meta device.*load"):
+        generate(make_model().to("meta"), prompt(3), 2)
 
 
 def test_a_poisoned_model_is_named_and_does_not_babble(make_model):
