@@ -58,7 +58,7 @@ INTERPRETER = {name: Tiles(16, 128, 32, 4, 2, group=2, pieces=2) for name in KER
 }
 HOPPER_16_BIT = {
     "tuned": Tiles(128, 128, 64, 8, 3),
-    "swiglu": Tiles(128, 128, 64, 8, 4, group=3, pieces=4),
+    "swiglu": Tiles(128, 128, 64, 8, 4, pieces=4),
     "swiglu_backward": Tiles(128, 64, 64, 4, 3, pieces=2, per_sm=2),
     "derivative": Tiles(128, 128, 64, 4, 3, pieces=4, per_sm=2),
     "down": Tiles(128, 256, 64, 8, 3, pieces=2),
