@@ -13,7 +13,7 @@ from gptoss.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, lo
 
 COMMANDS = (
     *("pretrain", "prepare", "generate", "passkey", "kv-cache"),
-    *("smoke", "profile", "vram", "step-time", "bench"),
+    *("smoke", "profile", "vram", "step-time", "bench", "experiment", "record"),
 )
 
 
@@ -298,6 +298,9 @@ def test_a_prompt_that_is_too_long(capsys, trained):
         ("--rope", "cubic", "rope"),
         ("--step", 5, "5"),
         ("--device", "cuda:99", "CUDA"),
+        ("--device", "foo", "device foo: expected cpu, cuda"),
+        ("--device", "meta", "device meta: expected cpu, cuda"),
+        ("--seed", 2**70, "seed = 11"),
     ],
 )
 def test_a_bad_setting_of_generate(capsys, trained, option, value, message):
@@ -310,6 +313,50 @@ def test_no_model_or_two(capsys, trained):
     assert "one of the two" in fails(capsys, "generate", "--prompt", "a")
     both = ("--checkpoint", trained, "--model", "nano")
     assert "one of the two" in fails(capsys, "generate", "--prompt", "a", *both)
+
+
+def test_a_step_of_a_shipped_model(capsys):
+    assert "--checkpoint" in fails(capsys, "generate", "--model", "nano", "--prompt", "a", "--step", 4)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--length", 0), "expected positive ones"),
+        (("--length", 90, "--length", 90), "each once"),
+        (("--length", 129), "eval_max_seq_len = 128"),
+        (("--length", 90, "--trials", 0), "one trial"),
+        ((), "the model reads 128 tokens at most"),
+        (("--length", 90, "--filler", "/no/where"), "/no/where: no such file or folder"),
+    ],
+)
+def test_a_bad_setting_of_passkey(capsys, trained, arguments, message):
+    assert message in fails(capsys, "passkey", "--checkpoint", trained, *arguments)
+
+
+def test_a_filler_that_is_too_short(capsys, trained, tmp_path):
+    (tmp_path / "short.txt").write_text("short\n")
+    arguments = ("--length", 90, "--filler", tmp_path / "short.txt")
+    assert "name a longer text" in fails(capsys, "passkey", "--checkpoint", trained, *arguments)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(capsys, trained, tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments = ("passkey", "--checkpoint", trained, "--length", 100, "--trials", 1, "--out")
+    code, _, _ = run(capsys, *arguments, tmp_path / "new" / "passkey.json")
+    assert code == 0
+    assert (tmp_path / "new" / "passkey.json").exists()
+    assert "name a file" in fails(capsys, *arguments, tmp_path)
+    for command in (("bench", "step"), ("experiment", tmp_path / "runs"), ("record", trained, "x")):
+        assert "name a folder" in fails(capsys, *command, "--out", tmp_path / "file")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_is_recorded_under_a_plain_name(capsys, trained, tmp_path):
+    assert run(capsys, "record", trained, "training_small", "--out", tmp_path)[0] == 0
+    assert json.loads((tmp_path / "training_small.json").read_text())["rows"]
+    assert "without .json" in fails(capsys, "record", trained, "../x", "--out", tmp_path / "in")
+    assert [path.name for path in tmp_path.glob("*.json")] == ["training_small.json"]
 
 
 def test_a_directory_without_a_run(capsys, tmp_path):

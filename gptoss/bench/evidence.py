@@ -5,6 +5,7 @@ Each table of this book is one JSON file under `book/evidence`. Pages read numbe
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -41,6 +42,22 @@ def evidence_folder() -> Path:
     return folder
 
 
+def prepare_folder(folder: Path | None) -> Path:
+    """Where evidence goes, found or made before anything is measured: a given folder, else `evidence_folder()`.
+
+    Raises:
+        OSError: it cannot be made, is a file or cannot be written.
+    """
+    if folder is None:
+        folder = evidence_folder()
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file: name a folder for the evidence")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written: name another folder for the evidence")
+    return folder
+
+
 def load_evidence(name: str, folder: Path | None = None) -> dict[str, Any]:
     """Read one evidence file and check its form.
 
@@ -68,6 +85,8 @@ def check_evidence(evidence: dict[str, Any], name: str) -> None:
     Raises:
         ValueError: the first thing that is wrong with it.
     """
+    if not re.fullmatch(r"\w[\w-]*", name):
+        raise ValueError(f"evidence {name!r}: expected a name of letters, digits, - and _, without .json")  # fmt: skip
     for key, kind in REQUIRED.items():
         if not isinstance(evidence.get(key), kind):
             raise ValueError(f"evidence {name}: {key!r} must be there, as {kind.__name__}")

@@ -60,10 +60,18 @@ PRODUCTION = (
 )
 
 
+SMALL = tuple(Variant(dispatch=dispatch, batch=2) for dispatch in ("stacked", "grouped_mm"))
+
+
+def default_config() -> str:
+    """The production run on a GPU; the tiny one elsewhere, where a production step takes minutes."""
+    return "pretrain_a100_502m" if torch.cuda.is_available() else "tiny"
+
+
 def measure(
-    variants: tuple[Variant, ...] = PRODUCTION,
+    variants: tuple[Variant, ...] | None = None,
     *,
-    config: str = "pretrain_a100_502m",
+    config: str | None = None,
     seq_len: int | None = None,
     steps: int = 8,
     baselines: bool = True,
@@ -73,8 +81,8 @@ def measure(
     """Time training steps of a configuration, one row a variant.
 
     Args:
-        variants: what to run.
-        config: a packaged configuration.
+        variants: what to run; the production run's on a GPU, two dispatches on a CPU.
+        config: a configuration by name or path; `default_config()` when left out.
         seq_len: tokens of a sequence; the configuration's own unless given.
         steps: timed steps, after three untimed ones.
         baselines: also time transformers' GptOss, if it is installed and a GPU is there.
@@ -82,10 +90,20 @@ def measure(
 
     Returns:
         The evidence. A variant that fails is a row with the reason.
+
+    Raises:
+        ValueError: a number of steps or tokens that is not positive, or a configuration that is none.
     """
+    cuda = torch.cuda.is_available()
+    config = config or default_config()
+    variants = (PRODUCTION if cuda else SMALL) if variants is None else variants
     run = load_config(config)
-    length = seq_len or run.model.max_seq_len
-    peak = matmul_rate() if torch.cuda.is_available() else None
+    length = run.model.max_seq_len if seq_len is None else seq_len
+    if steps < 1 or length < 1 or any(variant.batch < 1 for variant in variants):
+        raise ValueError(
+            f"expected steps, seq_len and batch of at least 1, got {steps} and {length}"
+        )
+    peak = matmul_rate() if cuda else None
     rows = []
     for variant in variants:
         row: dict[str, Any] = {"who": "gptoss", "seq_len": length, **dataclasses.asdict(variant)}
@@ -96,7 +114,7 @@ def measure(
         _release()
         rows.append(row)
         print(_line(row), flush=True)
-    if baselines and torch.cuda.is_available():
+    if baselines and cuda:
         for batch in (8,):  # its best: 16 does not fit in 141 GB
             row = {
                 "who": "transformers GptOss, flex + grouped_mm",
@@ -110,7 +128,9 @@ def measure(
             _release()
             rows.append(row)
             print(_line(row), flush=True)
-    notes = [] if peak is None else [f"bf16 8192^3 matmul in this run: {peak / 1e12:.0f} TFLOP/s"]
+    notes = [f"no GPU here: the {config} configuration on the CPU; no rate to hold it against"]
+    if peak is not None:
+        notes = [f"bf16 8192^3 matmul in this run: {peak / 1e12:.0f} TFLOP/s"]
     return make_evidence(
         "training_step",
         f"Training step, {config}, T = {length}",

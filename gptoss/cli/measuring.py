@@ -164,7 +164,10 @@ def vram(
 
 @app.command("step-time")
 def step_time(
-    config: Config = "pretrain_a100_502m",
+    config: Annotated[
+        str | None,
+        typer.Option(help="Name or YAML file; the 502M run on a GPU, tiny on a CPU when left out."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences of a step.")] = 8,
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     steps: Annotated[int, typer.Option(help="Timed steps, after three untimed ones.")] = 20,
@@ -178,6 +181,7 @@ def step_time(
     from gptoss.bench.evidence import format_table
     from gptoss.config import load_config
 
+    config = config or step.default_config()
     variant = step.Variant(
         dispatch=dispatch or load_config(config).model.moe_dispatch, batch=batch_size, every=every
     )
@@ -223,7 +227,7 @@ def bench(
     for name in tables:
         if name.replace("-", "_") not in known:
             raise ValueError(f"no table {name!r}; there is: {', '.join(known)}")
-    folder = out if out is not None else evidence.evidence_folder()
+    folder = evidence.prepare_folder(out)
     for name in tables:
         module = importlib.import_module(f"gptoss.bench.{name.replace('-', '_')}")
         measured = module.measure(command=f"gptoss bench {name}")
@@ -257,7 +261,7 @@ def experiment(
     """Train plain or YaRN, pruned or not, with sinks or without, and read each model far beyond its length."""
     from gptoss.bench import evidence, long_context
 
-    target = out if out is not None else evidence.evidence_folder()
+    target = evidence.prepare_folder(out)
     names = arm or [one.name for one in long_context.ARMS]
     lengths = length or list(long_context.LENGTHS)
     command = f"gptoss experiment {folder} --config {config} --steps {steps} --trials {trials}"
@@ -292,7 +296,7 @@ def record(
     from gptoss.bench import evidence
     from gptoss.bench.training_run import read_run
 
-    folder = out if out is not None else evidence.evidence_folder()
+    folder = evidence.prepare_folder(out)
     print(f"written: {evidence.write_evidence(read_run(run, name, title, command), folder)}")
 
 

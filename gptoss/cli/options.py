@@ -40,7 +40,28 @@ def device_of(name: str | None) -> "torch.device":
         raise ValueError(
             f"device {place}: PyTorch sees no CUDA device here; leave it out or say cpu"
         )
-    return torch.device(place)
+    try:
+        device = torch.device(place)
+    except RuntimeError:
+        device = None
+    if device is None or device.type == "meta":
+        raise ValueError(f"device {place}: expected cpu, cuda or cuda:NUMBER")
+    return device
+
+
+def writable(path: Path | None) -> None:
+    """See that a file can be written before the work that it is for; its folder is made.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written: name another file")
 
 
 def load_model(
@@ -49,6 +70,10 @@ def load_model(
     """The model that a command names, on its device, with its tokenizer."""
     if (checkpoint is None) == (shipped is None):
         raise ValueError("expected a model: --checkpoint DIRECTORY or --model NAME, one of the two")
+    if shipped is not None and step is not None:
+        raise ValueError(
+            "--step chooses among a run's checkpoints: give --checkpoint, or leave it out"
+        )
     place = device_of(device)
     if shipped is not None:
         from gptoss.pretrained import load_pretrained

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gptoss.cli.options import Checkpoint, Device, Rope, Shipped, Step, load_model
+from gptoss.cli.options import Checkpoint, Device, Rope, Shipped, Step, load_model, writable
 
 app = typer.Typer()
 
@@ -94,8 +94,13 @@ def passkey(
     from gptoss.inference.filler import read_filler
     from gptoss.inference.passkey import DEFAULT_LENGTHS, PasskeyEvaluator
 
+    writable(out)
     net, tokenizer = load_model(checkpoint, model, step, device)
     lengths = length or [n for n in DEFAULT_LENGTHS if n <= net.cfg.eval_max_seq_len]
+    if not lengths:
+        raise ValueError(
+            f"the model reads {net.cfg.eval_max_seq_len} tokens at most: name a --length up to that"
+        )
     text = None if filler is None else read_filler(tokenizer, filler, max(lengths))
     evaluator = PasskeyEvaluator(
         net, tokenizer, filler=text, n_distractors=distractors, rope=rope, seed=seed

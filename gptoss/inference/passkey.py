@@ -166,12 +166,16 @@ class PasskeyEvaluator:
             The result, with accuracy, 95% intervals, the depth × length grid and JSON.
 
         Raises:
-            ValueError: no length, depth or trial, or a length beyond the model's eval_max_seq_len.
+            ValueError: no length, depth or trial, a length twice, one below 1 or beyond the model's eval_max_seq_len.
         """
         model: Any = self.model  # nn.Module types every attribute as a tensor or a module
         cfg = model.cfg
         if not lengths or not depths or n_trials < 1:
             raise ValueError("expected at least one length, one depth and one trial")
+        if min(lengths) < 1 or len(set(lengths)) < len(lengths):
+            raise ValueError(
+                f"lengths {list(lengths)}: expected positive ones, each once: the same length asks the same questions"
+            )
         if max(lengths) > cfg.eval_max_seq_len:
             raise ValueError(
                 f"length {max(lengths)} exceeds eval_max_seq_len = {cfg.eval_max_seq_len}; ask for shorter ones"

@@ -72,6 +72,8 @@ def check_request(
         raise ValueError(
             f"min_new_tokens must lie in [0, max_new_tokens = {max_new_tokens}], got {min_new_tokens}"
         )
+    if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed = {seed!r}: expected an integer of 64 bits, or None")
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
     if not isinstance(stop_ids, Iterable):

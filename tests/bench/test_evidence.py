@@ -11,6 +11,7 @@ from gptoss.bench.evidence import (
     format_table,
     load_evidence,
     make_evidence,
+    prepare_folder,
     write_evidence,
 )
 
@@ -58,6 +59,20 @@ def test_a_file_that_breaks_the_format_is_refused(change: dict[str, Any], words:
     evidence = copy.deepcopy(table()) | change
     with pytest.raises(ValueError, match=words):
         check_evidence(evidence, "speed")
+
+
+@pytest.mark.parametrize("name", ["", "../speed", "speed.json", "a b", "-x"])
+def test_a_name_is_a_plain_word(name: str) -> None:
+    with pytest.raises(ValueError, match=r"without \.json"):
+        check_evidence(table() | {"name": name}, name)
+
+
+def test_a_folder_that_cannot_take_the_evidence_is_refused_before_measuring(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file: name a folder"):
+        prepare_folder(tmp_path / "file")
+    assert prepare_folder(tmp_path / "a" / "b").is_dir()
+    assert prepare_folder(None) == evidence_folder()
 
 
 def test_the_table_says_where_it_comes_from() -> None:

@@ -271,6 +271,8 @@ def test_the_models_mode_is_its_own_while_a_stream_waits_and_after_an_error(make
         ([[1]], {"min_new_tokens": 6}, "min_new_tokens must lie in .0, max_new_tokens = 5., got 6"),
         ([[1]], {"stop_ids": [61]}, "stop_ids"),
         ([[1]], {"pad_id": -1}, "pad_id"),
+        ([[1]], {"seed": 2**70}, "seed = 11.*: expected an integer of 64 bits"),
+        ([[1]], {"seed": 1.5}, "seed = 1.5: expected an integer"),
         ([[1]], {"pad_id": None}, "pad_id .None,.: expected ids"),
         ([[1]], {"stop_ids": 5}, "stop_ids = 5: expected a sequence of token ids"),
         ([[1]], {"stop_ids": [None]}, "stop_ids .None,.: expected ids"),
