@@ -9,11 +9,12 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from gptoss.config import RunConfig
 from gptoss.data.tokenizers import Tokenizer
 from gptoss.model.transformer import GPTOSS
+from gptoss.pretrained.weights import TOKENIZER_KEY, read_weights
 
 MAX_FILE_BYTES = 15 * 2**20
 
@@ -39,8 +40,8 @@ def load_pretrained(
         The model in evaluation mode, set to the rotary mode that it was trained with, and its tokenizer.
 
     Raises:
-        FileNotFoundError: no such model; the message lists those there are.
-        ValueError: the weights do not fit the configuration beside them.
+        FileNotFoundError: no such model (the message lists those there are), or a file of it is missing.
+        ValueError: a file is damaged, or weights, tokenizer and configuration do not belong together.
     """
     folder = Path(__file__).parent / name if str(name) in list_pretrained() else Path(name)
     if not (folder / "config.json").is_file():
@@ -48,24 +49,33 @@ def load_pretrained(
             f"no pretrained model {str(name)!r}: expected one of {', '.join(list_pretrained()) or '(none)'} "
             "or a folder with config.json, tokenizer.json and model-*.safetensors"
         )
-    run = RunConfig.from_dict(json.loads((folder / "config.json").read_text()))
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype = {dtype}: expected a floating dtype, as in torch.bfloat16")
+    run = _read_config(folder / "config.json")
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise ValueError(
+            f"{folder}: tokenizer.json has {tokenizer.vocab_size} tokens and the model {run.model.vocab_size}: it is another "
+            "model's; put the right one there"
+        )
     with torch.device("meta"):
         model = GPTOSS(run.model)
-    weights = {
-        key: tensor.to(dtype)
-        for path in sorted(folder.glob("model-*.safetensors"))
-        for key, tensor in load_file(path).items()
-    }
-    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    tied = {"head.weight"} if run.model.weight_tying else set()
-    if unexpected or set(missing) - tied:
-        raise ValueError(
-            f"{folder}: weights do not fit config.json; missing {sorted(set(missing) - tied)}, unexpected {unexpected}"
-        )
+    wanted = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    if run.model.weight_tying:
+        del wanted["head.weight"]
+    weights = read_weights(folder, wanted, tokenizer.sha256)
+    model.load_state_dict({k: t.to(dtype) for k, t in weights.items()}, strict=False, assign=True)
     if run.model.weight_tying:
         model.head.weight = model.embed.weight
     model.set_rope_mode(run.training.rope)
-    return model.to(device).eval(), Tokenizer.load(folder / "tokenizer.json")
+    return model.to(device).eval(), tokenizer
+
+
+def _read_config(path: Path) -> RunConfig:
+    try:
+        return RunConfig.from_saved(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: not a run's configuration: {error}") from error
 
 
 def export_pretrained(
@@ -103,7 +113,7 @@ def export_pretrained(
     written = []
     for number, part in enumerate(parts, start=1):
         path = folder / f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        save_file(part, path)
+        save_file(part, path, metadata={TOKENIZER_KEY: tokenizer.sha256})
         written.append(path)
     (folder / "config.json").write_text(json.dumps(run.to_dict(), indent=1) + "\n")
     tokenizer.save(folder / "tokenizer.json")
