@@ -14,6 +14,7 @@ from typing import Any
 from gptoss.training.provenance import current_commit, machine, software
 
 EVIDENCE_FORMAT = 1
+CPU = "CPU"  # how `machine()` begins where there is no GPU
 REQUIRED = {
     "format": int,
     "name": str,
@@ -155,6 +156,22 @@ def write_evidence(evidence: dict[str, Any], folder: Path) -> Path:
     temporary.write_text(json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
     os.replace(temporary, path)
     return path
+
+
+def keep_evidence(evidence: dict[str, Any], folder: Path, *, replace: bool) -> str:
+    """Write evidence, unless that would put a CPU's numbers in the place of a GPU's; returns a line that says which.
+
+    Args:
+        evidence: to write.
+        folder: where.
+        replace: write in any case, as where the user named the folder.
+    """
+    path = folder / f"{evidence['name']}.json"
+    if not replace and path.is_file() and evidence["machine"].startswith(CPU):
+        there = json.loads(path.read_text()).get("machine", "")
+        if not there.startswith(CPU):
+            return f"not written: {path} was measured on {there}; --out FOLDER keeps this table elsewhere"
+    return f"written: {write_evidence(evidence, folder)}"
 
 
 def format_table(evidence: dict[str, Any]) -> str:

@@ -232,7 +232,7 @@ def bench(
         module = importlib.import_module(f"gptoss.bench.{name.replace('-', '_')}")
         measured = module.measure(command=f"gptoss bench {name}")
         print(evidence.format_table(measured))
-        print(f"written: {evidence.write_evidence(measured, folder)}")
+        print(evidence.keep_evidence(measured, folder, replace=out is not None))
 
 
 @app.command()
@@ -278,7 +278,7 @@ def experiment(
         command=command,
     )
     print(evidence.format_table(table))
-    print(f"written: {evidence.write_evidence(table, target)}")
+    print(evidence.keep_evidence(table, target, replace=out is not None))
 
 
 @app.command()
@@ -297,7 +297,8 @@ def record(
     from gptoss.bench.training_run import read_run
 
     folder = evidence.prepare_folder(out)
-    print(f"written: {evidence.write_evidence(read_run(run, name, title, command), folder)}")
+    table = read_run(run, name, title, command)
+    print(evidence.keep_evidence(table, folder, replace=out is not None))
 
 
 def _bench_tables() -> list[str]:

@@ -9,6 +9,7 @@ from gptoss.bench.evidence import (
     check_evidence,
     evidence_folder,
     format_table,
+    keep_evidence,
     load_evidence,
     make_evidence,
     prepare_folder,
@@ -73,6 +74,22 @@ def test_a_folder_that_cannot_take_the_evidence_is_refused_before_measuring(tmp_
         prepare_folder(tmp_path / "file")
     assert prepare_folder(tmp_path / "a" / "b").is_dir()
     assert prepare_folder(None) == evidence_folder()
+
+
+@pytest.mark.parametrize(
+    ("there", "new", "replace", "kept"),
+    [
+        ("one NVIDIA H200", "CPU, 2 cores, x86_64", False, "one NVIDIA H200"),
+        ("one NVIDIA H200", "CPU, 2 cores, x86_64", True, "CPU, 2 cores, x86_64"),
+        ("one NVIDIA H200", "one NVIDIA A100", False, "one NVIDIA A100"),
+        ("CPU, 8 cores, arm64", "CPU, 2 cores, x86_64", False, "CPU, 2 cores, x86_64"),
+    ],
+)
+def test_a_cpu_does_not_take_a_gpus_place_unasked(tmp_path, there, new, replace, kept) -> None:
+    write_evidence(table() | {"machine": there}, tmp_path)
+    line = keep_evidence(table() | {"machine": new}, tmp_path, replace=replace)
+    assert load_evidence("speed", tmp_path)["machine"] == kept
+    assert line.startswith("written" if kept == new else "not written")
 
 
 def test_the_table_says_where_it_comes_from() -> None:

@@ -23,7 +23,7 @@ from gptoss.model.attention import (
     resolve_backend,
     visible_keys,
 )
-from gptoss.model.attention.blocked import _blocks
+from gptoss.model.attention.blocked import _blocks, blocked_attention
 from gptoss.model.attention.flex import band_block_mask
 from gptoss.model.cache import MixedKVCache
 from gptoss.model.rotary import YaRNRoPE
@@ -199,6 +199,30 @@ def test_any_strides(kind: str) -> None:
         torch.testing.assert_close(a, c)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_blocked_gradients_are_its_own_derivatives(window: int | None, padded: bool) -> None:
+    """T = 5 < S = 6, H = 4 over K = 2, one row whose first query sees padding alone."""
+    shapes = ((2, 4, 5, 2), (2, 2, 6, 2), (2, 2, 6, 2), (4,))
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    key_start = torch.tensor([1, 3]) if padded else None
+
+    def attend(q, k, v, sink):
+        return blocked_attention(q, k, v, window, sink, key_start=key_start)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+@pytest.mark.parametrize(("B", "T", "S"), [(0, 3, 5), (2, 0, 5), (2, 0, 0)])
+def test_nothing_to_attend_from_gives_nothing_and_zero_gradients(B: int, T: int, S: int) -> None:
+    q, k = torch.randn(B, 4, T, 8, requires_grad=True), torch.randn(B, 2, S, 8, requires_grad=True)
+    sink = torch.zeros(4, requires_grad=True)
+    out = causal_attention(q, k, k, 2, sink, backend="blocked")
+    assert out.shape == (B, 4, T, 8)
+    for gradient in torch.autograd.grad(out.sum(), (q, k, sink)):
+        assert not gradient.any()
+
+
 def test_a_query_that_sees_nothing_gets_zeros_and_no_nan() -> None:
     for backend in ("reference", "blocked"):
         q, k, v, _ = inputs(1, 2, 1, 4, 4, 4)
@@ -309,6 +333,8 @@ def test_repeat_kv_copies() -> None:
     ("shapes", "window", "words"),
     [
         (((1, 3, 4, 8), (1, 2, 4, 8)), None, "evenly"),
+        (((1, 0, 4, 8), (1, 2, 4, 8)), None, "evenly"),
+        (((1, 2, 4, 0), (1, 2, 4, 0)), None, "head_dim >= 1"),
         (((1, 2, 5, 8), (1, 2, 4, 8)), None, "last T"),
         (((1, 2, 4, 8), (2, 2, 4, 8)), None, "batch"),
         (((1, 2, 4, 8), (1, 2, 4, 8)), 0, "window"),
@@ -321,6 +347,12 @@ def test_inputs_that_do_not_fit_are_refused(
     q, k = (torch.randn(s) for s in shapes)
     with pytest.raises(ValueError, match=words):
         causal_attention(q, k, k, window)
+
+
+def test_integers_are_refused() -> None:
+    k = torch.randn(1, 1, 3, 4)
+    with pytest.raises(ValueError, match="floating inputs"):
+        causal_attention(torch.ones(1, 2, 3, 4, dtype=torch.long), k, k)
 
 
 def test_auto_backend_is_blocked_on_a_cpu_and_unknown_names_are_refused() -> None:

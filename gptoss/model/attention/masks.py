@@ -70,7 +70,11 @@ def check_attention_shapes(
     (B, H, T, D), (Bk, K, S, Dk) = q.shape, k.shape
     if Bk != B or Dk != D:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch or head_dim")
-    if K == 0 or H % K:
+    if D == 0 or not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
+        raise ValueError(
+            f"attention wants floating inputs with head_dim >= 1; got {q.dtype}, {k.dtype}, {v.dtype} and {D}"
+        )
+    if K == 0 or H == 0 or H % K:
         raise ValueError(f"{H} query heads cannot share {K} kv heads evenly")
     if T > S:
         raise ValueError(f"{T} queries but only {S} keys: the queries are the last T of the S keys")
