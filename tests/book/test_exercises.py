@@ -19,7 +19,6 @@ from checks import registry  # noqa: E402  # needs the path above
 from checks.exercise import NOT_WRITTEN, Exercise, Mistake, Trial  # noqa: E402
 
 
-
 def can_run(module: Any) -> bool:
     """Whether what the exercises' notebook needs is installed; its metadata names it."""
     notebook = json.loads((EXERCISES / f"{module.NOTEBOOK}.ipynb").read_text(encoding="utf-8"))

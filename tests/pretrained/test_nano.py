@@ -55,7 +55,9 @@ def test_recipes_change_only_the_rotary_setting_and_go_back() -> None:
     for name, recipe in RECIPES.items():
         with read_as(model, recipe) as mode:
             model.set_rope_mode(mode)
-            tables[name] = [t for kind in model.rotary_tables(positions, torch.float32) for t in kind]
+            tables[name] = [
+                t for kind in model.rotary_tables(positions, torch.float32) for t in kind
+            ]
             model.set_rope_mode("plain")
     for kind, again in zip(before, model.rotary_tables(positions, torch.float32), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kind, again, strict=True))
@@ -73,4 +75,5 @@ def test_it_writes_python() -> None:
         model, prompt, 40, temperature=0.7, top_p=0.95, seed=2, tokenizer=tokenizer
     )
     text = tokenizer.decode(result.new_tokens[0])
-    assert "self" in text and "    " in text
+    assert "self" in text
+    assert "    " in text
