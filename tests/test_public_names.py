@@ -1,7 +1,11 @@
 """Every public name says what it takes, and its shape annotations hold when they are checked at run time."""
 
+import ast
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +58,29 @@ def test_names_of_the_specification_are_public() -> None:
         "load_pretrained",
     ]
     assert set(specified) <= set(PUBLIC)
+
+
+def test_type_checkers_see_the_names_that_are_there() -> None:
+    """The imports that only type checkers read, `__all__` and the modules that names are loaded from agree."""
+    tree = ast.parse(Path(gptoss.__file__).read_text(encoding="utf-8"))
+    seen = {
+        alias.name: (node.module or "").removeprefix("gptoss.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gptoss.")
+        for alias in node.names
+    }
+    assert seen == vars(gptoss)["_HOME_OF"]
+    assert sorted(seen) == sorted(gptoss.__all__) == sorted(set(dir(gptoss)) & set(seen))
+
+
+def test_the_package_loads_pytorch_with_the_first_name_that_needs_it() -> None:
+    code = (
+        "import sys, gptoss, gptoss.cli; assert 'torch' not in sys.modules; gptoss.ModelConfig; "
+        "assert 'torch' not in sys.modules; from gptoss import *; assert GPTOSS is gptoss.model.transformer.GPTOSS"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="GPTOS'"):
+        gptoss.GPTOS  # type: ignore[attr-defined]  # noqa: B018 # that it is not there is the test
 
 
 @pytest.mark.parametrize("name", [n for n, t in PUBLIC.items() if callable(t)])
