@@ -280,6 +280,37 @@ def test_a_directory_that_cannot_be_written(capsys, config_file, tmp_path):
     assert "is a file" in fails(capsys, "pretrain", "--config", config_file, "--set", place)
 
 
+@pytest.mark.parametrize("device", ["foo", "meta", "cuda:99"])
+@pytest.mark.parametrize("command", [("pretrain", "--config", "tiny"), ("kv-cache",), ("smoke",)])
+def test_a_device_that_is_none(capsys, tmp_path, monkeypatch, command, device):
+    monkeypatch.chdir(tmp_path)
+    assert f"device {device}" in fails(capsys, *command, "--device", device)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("vram", "--seq-len", 0),
+        ("profile", "moe", "--tokens", 0),
+        ("profile", "components", "--seq-len", 0),
+        ("profile", "decode", "--new", 0),
+        ("step-time", "--steps", 0),
+        ("step-time", "--every", -1),
+    ],
+)
+def test_nothing_to_measure_is_a_usage_error(capsys, arguments):
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert f"Invalid value for '{arguments[-2]}'" in err
+
+
+def test_a_step_that_cannot_be_timed_says_why_and_fails(capsys):
+    code, _, err = run(capsys, "step-time", "--dispatch", "foo", "--config", "tiny", "--steps", 1)
+    assert code == 1
+    assert "moe_dispatch = 'foo'" in err
+
+
 def test_an_empty_prompt(capsys, trained):
     assert "prompt" in fails(capsys, "generate", "--checkpoint", trained, "--prompt", "")
 

@@ -21,7 +21,7 @@ def kv_cache(
     """The KV cache of the production model, all layers full against alternating windows; exit 1 below 1.8×."""
     from gptoss.bench import kv_cache as table
 
-    rows = table.run(allocate=allocate, device=device or "cpu")
+    rows = table.run(allocate=allocate, device=device_of(device or "cpu"))
     head = f"{'tokens':>8}  {'full GiB':>9}  {'mixed GiB':>9}  {'ratio':>6}"
     print(head + (f"  {'allocated':>9}" if allocate else ""))
     for row in rows:
@@ -56,8 +56,8 @@ app.add_typer(profile_app, name="profile")
 @profile_app.command("components")
 def profile_components(
     config: Config = "tiny",
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 1,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.", min=1)] = None,
     device: Device = None,
 ) -> None:
     """Forward time of each part of a model."""
@@ -72,7 +72,7 @@ def profile_components(
 @profile_app.command("moe")
 def profile_moe(
     config: Config = "tiny",
-    tokens: Annotated[int, typer.Option(help="Tokens at once.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Tokens at once.", min=1)] = 4096,
     device: Device = None,
 ) -> None:
     """The expert layer under each dispatch."""
@@ -87,7 +87,7 @@ def profile_moe(
 @profile_app.command("decode")
 def profile_decode(
     config: Config = "tiny",
-    new: Annotated[int, typer.Option(help="Tokens to write.")] = 64,
+    new: Annotated[int, typer.Option(help="Tokens to write.", min=1)] = 64,
     device: Device = None,
 ) -> None:
     """Greedy decoding for several prompt lengths, random weights."""
@@ -102,8 +102,8 @@ def profile_decode(
 @app.command()
 def vram(
     config: Config = "pretrain_a100_502m",
-    batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 8,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.", min=1)] = 8,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.", min=1)] = None,
     every: Annotated[
         int | None,
         typer.Option(
@@ -168,10 +168,12 @@ def step_time(
         str | None,
         typer.Option(help="Name or YAML file; the 502M run on a GPU, tiny on a CPU when left out."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences of a step.")] = 8,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps, after three untimed ones.")] = 20,
-    every: Annotated[int, typer.Option(help="Checkpoint every so many blocks; 0 for none.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Sequences of a step.", min=1)] = 8,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.", min=1)] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps, after three untimed ones.", min=1)] = 20,
+    every: Annotated[
+        int, typer.Option(help="Checkpoint every so many blocks; 0 for none.", min=0)
+    ] = 0,
     dispatch: Annotated[
         str | None, typer.Option(help="Expert dispatch; as configured when left out.")
     ] = None,
@@ -194,6 +196,9 @@ def step_time(
         command="gptoss step-time",
     )
     print(format_table(evidence))
+    if problem := evidence["rows"][0].get("error"):
+        print(f"no time: {problem}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()

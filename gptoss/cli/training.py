@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gptoss.cli.options import Config, Device, is_main_process
+from gptoss.cli.options import Config, Device, device_of, is_main_process
 
 app = typer.Typer()
 
@@ -35,6 +35,8 @@ def pretrain(
     from gptoss.config import load_config
     from gptoss.training.pretrain import pretrain as run_pretraining
 
+    if device is not None:
+        device_of(device)  # a wrong name is found before anything is read
     run = load_config(config, overrides or ())
     at = int(resume) if resume.lstrip("-").isdigit() else resume
     try:
