@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from gptoss.cli import measuring, training, using
+from gptoss.cli import measuring, recording, training, using
 from gptoss.cli.options import is_main_process
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for room in (training, using, measuring):
+for room in (training, using, measuring, recording):
     app.add_typer(room.app)
 
 

@@ -1,0 +1,126 @@
+"""The book's evidence: `gptoss bench`, `experiment` and `record`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptoss.cli.options import Config
+
+app = typer.Typer()
+
+
+@app.command()
+def bench(
+    tables: Annotated[
+        list[str] | None,
+        typer.Argument(help="Which, or all; without one, what there is is listed."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the JSON; book/evidence of the checkout when left out."),
+    ] = None,
+) -> None:
+    """Measure a table of the book, print it with its machine and software, and keep it as evidence."""
+    import importlib
+
+    import torch
+
+    from gptoss.bench import evidence
+
+    known = _bench_tables()
+    if not tables:
+        print("tables: " + ", ".join(known))
+        return
+    if tables == ["all"]:
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "bench all measures the book's evidence and needs a GPU; without one, name a table"
+            )
+        tables = known
+    for name in tables:
+        if name.replace("-", "_") not in known:
+            raise ValueError(f"no table {name!r}; there is: {', '.join(known)}")
+    folder = evidence.prepare_folder(out)
+    for name in tables:
+        module = importlib.import_module(f"gptoss.bench.{name.replace('-', '_')}")
+        measured = module.measure(command=f"gptoss bench {name}")
+        print(evidence.format_table(measured))
+        print(evidence.keep_evidence(measured, folder, replace=out is not None))
+
+
+@app.command()
+def experiment(
+    folder: Annotated[
+        Path, typer.Argument(help="Takes checkpoints and results; going on is free.")
+    ],
+    config: Config = "nano",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")
+    ] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="By name, as in yarn-pruned-sinks-1337; all eight when left out."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Of each arm.")] = 1250,
+    trials: Annotated[int, typer.Option(help="Questions at each length.")] = 20,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a prompt; may be repeated.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the JSON; book/evidence of the checkout when left out."),
+    ] = None,
+) -> None:
+    """Train plain or YaRN, pruned or not, with sinks or without, and read each model far beyond its length."""
+    from gptoss.bench import evidence, long_context
+
+    target = evidence.prepare_folder(out)
+    names = arm or [one.name for one in long_context.ARMS]
+    lengths = length or list(long_context.LENGTHS)
+    command = f"gptoss experiment {folder} --config {config} --steps {steps} --trials {trials}"
+    for option, values in (("--set", overrides), ("--arm", arm), ("--length", length)):
+        command += "".join(f" {option} {value}" for value in values or ())
+    table = long_context.experiment(
+        folder,
+        [long_context.parse_arm(name) for name in names],
+        config=config,
+        overrides=overrides or (),
+        steps=steps,
+        trials=trials,
+        lengths=lengths,
+        command=command,
+    )
+    print(evidence.format_table(table))
+    print(evidence.keep_evidence(table, target, replace=out is not None))
+
+
+@app.command()
+def record(
+    run: Annotated[Path, typer.Argument(help="A run's save_dir.")],
+    name: Annotated[str, typer.Argument(help="Of the evidence file, without .json.")],
+    title: Annotated[str, typer.Option(help="What the curve shows.")] = "A training run",
+    command: Annotated[str, typer.Option(help="What started the run.")] = "gptoss pretrain",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write it; book/evidence of the checkout when left out."),
+    ] = None,
+) -> None:
+    """Keep a finished run's curve as evidence: loss, validation, speed, memory, samples."""
+    from gptoss.bench import evidence
+    from gptoss.bench.training_run import read_run
+
+    folder = evidence.prepare_folder(out)
+    table = read_run(run, name, title, command)
+    print(evidence.keep_evidence(table, folder, replace=out is not None))
+
+
+def _bench_tables() -> list[str]:
+    """The modules of `gptoss.bench` that measure a table."""
+    from importlib import resources
+
+    return sorted(
+        entry.name.removesuffix(".py")
+        for entry in resources.files("gptoss.bench").iterdir()
+        if entry.name.endswith(".py") and "\ndef measure(" in entry.read_text(encoding="utf-8")
+    )
