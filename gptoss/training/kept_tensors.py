@@ -122,9 +122,9 @@ def attention_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
 
 
 def _dense_scores_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
-    """The oracle's (T, T) matrices: a softmax and its product with the values."""
-    n, a, t, heads = setting.tokens, setting.width, setting.seq_len, cfg.n_heads
-    repeated = n * heads * cfg.head_dim * a
+    """The oracle's (T, T) matrices: a softmax and its product with the values, in fp32 whatever the autocast state."""
+    n, t, heads = setting.tokens, setting.seq_len, cfg.n_heads
+    repeated = n * heads * cfg.head_dim * WIDE
     kept = [
         Kept("attention", "queries", repeated),
         Kept("attention", "repeated keys", repeated),
@@ -132,13 +132,10 @@ def _dense_scores_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
         Kept("attention", "mask", t * t),
     ]
     if not cfg.sink_bias:  # masked a second time, for queries that see no key
-        weights = n * heads * t * a
+        weights = n * heads * t * WIDE
         again = Kept("attention", "second mask", t * t + t)
         return [*kept, again, *(Kept("attention", w, weights) for w in ("softmax", "weights"))]
-    kept.append(Kept("attention", "softmax with the sink", n * heads * (t + 1) * WIDE))
-    if setting.dtype == "bf16":
-        kept.append(Kept("attention", "weights in bf16", n * heads * t * a))
-    return kept
+    return [*kept, Kept("attention", "softmax with the sink", n * heads * (t + 1) * WIDE)]
 
 
 def router_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
