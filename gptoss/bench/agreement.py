@@ -28,7 +28,7 @@ COLUMNS = {
     "difference": "fast minus oracle",
     "largest": "largest difference of a single step in the stretch, without its sign",
 }
-BAND = 0.03  # nats a token, on the mean of a stretch; a wrong gradient moves it by tenths
+BAND = 0.03  # nats a token, on the mean of a stretch
 STRETCH = 20
 
 

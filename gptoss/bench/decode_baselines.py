@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptoss.bench.transformers_sizes import gpt_oss_config
 from gptoss.config import ModelConfig
 
 SHORT, LONG = (
@@ -35,22 +36,9 @@ def time_transformers(cfg: ModelConfig, context: int, static: bool) -> dict[str,
     Raises:
         ImportError: transformers is not installed.
     """
-    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers import GptOssForCausalLM
 
-    theirs = GptOssConfig(
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.d_model,
-        intermediate_size=cfg.ffn_dim,
-        num_hidden_layers=cfg.n_layers,
-        num_attention_heads=cfg.n_heads,
-        num_key_value_heads=cfg.n_kv_heads,
-        head_dim=cfg.head_dim,
-        num_local_experts=cfg.n_routed_experts,
-        num_experts_per_tok=cfg.n_activated_experts + cfg.n_shared_experts,
-        sliding_window=cfg.window_size,
-        tie_word_embeddings=cfg.weight_tying,
-        max_position_embeddings=max(cfg.eval_max_seq_len, context + LONG),
-    )
+    theirs = gpt_oss_config(cfg, max(cfg.eval_max_seq_len, context + LONG))
     attention = "eager" if static else "flex_attention"
     model = GptOssForCausalLM._from_config(theirs, attn_implementation=attention)
     model = model.to("cuda", torch.bfloat16).eval()

@@ -14,6 +14,7 @@ import torch
 
 from gptoss.bench.evidence import make_evidence
 from gptoss.bench.roofline import matmul_rate
+from gptoss.bench.transformers_sizes import gpt_oss_config
 from gptoss.config import ModelConfig, RunConfig, TrainingConfig, load_config
 from gptoss.training.assembly import assemble
 from gptoss.training.distributed import join_world
@@ -115,7 +116,7 @@ def measure(
         rows.append(row)
         print(_line(row), flush=True)
     if baselines and cuda:
-        for batch in (8,):  # its best: 16 does not fit in 141 GB
+        for batch in (8,):  # 16 would take more than the memory of one H200
             row = {
                 "who": "transformers GptOss, flex + grouped_mm",
                 "batch": batch,
@@ -176,22 +177,9 @@ def _time_transformers(
     cfg: ModelConfig, batch: int, length: int, steps: int, peak: float | None
 ) -> dict[str, Any]:
     """What a user would pick instead: top 3 of 8 experts, since GptOss has no shared one."""
-    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers import GptOssForCausalLM
 
-    theirs = GptOssConfig(
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.d_model,
-        intermediate_size=cfg.ffn_dim,
-        num_hidden_layers=cfg.n_layers,
-        num_attention_heads=cfg.n_heads,
-        num_key_value_heads=cfg.n_kv_heads,
-        head_dim=cfg.head_dim,
-        num_local_experts=cfg.n_routed_experts,
-        num_experts_per_tok=cfg.n_activated_experts + cfg.n_shared_experts,
-        sliding_window=cfg.window_size,
-        tie_word_embeddings=cfg.weight_tying,
-        max_position_embeddings=cfg.eval_max_seq_len,
-    )
+    theirs = gpt_oss_config(cfg, cfg.eval_max_seq_len)
     model = GptOssForCausalLM._from_config(
         theirs, attn_implementation="flex_attention", experts_implementation="grouped_mm"
     ).cuda()

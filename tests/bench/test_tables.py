@@ -27,6 +27,6 @@ def test_fast_and_oracle_losses_stay_within_the_band() -> None:
     table = agreement.measure(40, commit="abc1234")
     rows = table["rows"]
     assert [row["steps"] for row in rows] == [20, 40]
-    assert all(abs(row["difference"]) < agreement.BAND for row in rows)
+    assert all(abs(row["difference"]) < 0.003 for row in rows)  # seen: 0.00015
     assert rows[1]["oracle"] < rows[0]["oracle"] - 0.3  # it learns
     assert "inside" in table["notes"][0]

@@ -40,7 +40,7 @@ def test_its_card_says_what_it_is() -> None:
 
 @pytest.mark.parametrize(("length", "trials"), [(4096, 4), (8192, 2), (16_384, 1)])
 def test_it_finds_keys_beyond_its_training_length(length: int, trials: int) -> None:
-    # On the GPU every one of 100 is found; a chance answer is right once in 100,000.
+    # book/evidence/passkey.json: ten of ten at each length; a chance answer is right once in 100,000.
     model, tokenizer = load_pretrained("nano")
     filler = read_filler(tokenizer, HELD_OUT, length)
     evaluator = PasskeyEvaluator(model, tokenizer, filler=filler, batch_tokens=4096)
