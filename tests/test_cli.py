@@ -423,3 +423,48 @@ def test_all_tables_want_a_gpu(capsys, monkeypatch):
     code, _, problem = run(capsys, "bench", "all")
     assert code == 2
     assert "needs a GPU" in problem
+
+
+def test_a_table_that_fails_does_not_lose_the_others(capsys, monkeypatch, tmp_path):
+    from gptoss.bench import head, kv_cache
+
+    def breaks(**_):
+        raise RuntimeError("no such kernel")
+
+    measured = {"head": breaks, "kv_cache": lambda **_: {**_TABLE, "name": "kv_cache"}}
+    monkeypatch.setattr(head, "measure", measured["head"])
+    monkeypatch.setattr(kv_cache, "measure", measured["kv_cache"])
+    code, out, problem = run(capsys, "bench", "head", "kv_cache", "--out", tmp_path)
+    assert code == 1
+    assert (tmp_path / "kv_cache.json").is_file()
+    assert "kv_cache: 0 s" in out
+    assert "not measured: head (no such kernel)" in problem
+
+
+def test_all_leaves_out_the_tables_that_have_their_own_command(capsys, monkeypatch, tmp_path):
+    from gptoss.bench import head, kv_cache
+    from gptoss.cli import recording
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(recording, "_bench_tables", lambda: ["head", "kv_cache"])
+    monkeypatch.setattr(recording, "OUTSIDE_ALL", ("head",))
+    monkeypatch.setattr(head, "measure", lambda **_: pytest.fail("head has its own command"))
+    monkeypatch.setattr(kv_cache, "measure", lambda **_: {**_TABLE, "name": "kv_cache"})
+    monkeypatch.setattr("gptoss.bench.release.release_memory", lambda: None)
+    assert run(capsys, "bench", "all", "--out", tmp_path)[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["kv_cache.json"]
+
+
+_TABLE = {
+    "format": 1,
+    "title": "t",
+    "date": "2026-11-30",
+    "machine": "CPU",
+    "software": {},
+    "commit": "0",
+    "command": "c",
+    "convention": "",
+    "columns": {"a": "a"},
+    "rows": [{"a": 1}],
+    "notes": [],
+}

@@ -4,13 +4,13 @@
 """
 
 import dataclasses
-import gc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from gptoss.bench.evidence import make_evidence
+from gptoss.bench.release import release_memory
 from gptoss.config import load_config
 from gptoss.training.memory import measure_training_peak, predict_training_memory
 
@@ -79,10 +79,7 @@ def measure(
             }
         except Exception as error:  # the reason is the row; the other settings still run
             row["error"] = " ".join(str(error).split())[:200]
-        gc.collect()
-        torch._dynamo.reset()
-        if cuda:
-            torch.cuda.empty_cache()
+        release_memory()
         rows.append(row)
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     notes = [] if cuda else ["no GPU here: the tiny model on the CPU, storages followed by hooks"]

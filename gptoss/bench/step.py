@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from gptoss.bench.evidence import make_evidence
+from gptoss.bench.release import release_memory
 from gptoss.bench.roofline import matmul_rate
 from gptoss.bench.transformers_sizes import gpt_oss_config
 from gptoss.config import ModelConfig, RunConfig, TrainingConfig, load_config
@@ -112,7 +112,7 @@ def measure(
             row |= _time_variant(run, variant, length, steps, peak)
         except Exception as error:  # the reason is the row; the other variants still run
             row["error"] = " ".join(str(error).split())[:200]
-        _release()
+        release_memory()
         rows.append(row)
         print(_line(row), flush=True)
     if baselines and cuda:
@@ -126,7 +126,7 @@ def measure(
                 row |= _time_transformers(run.model, batch, length, steps, peak)
             except Exception as error:  # as above
                 row["error"] = " ".join(str(error).split())[:200]
-            _release()
+            release_memory()
             rows.append(row)
             print(_line(row), flush=True)
     notes = [f"no GPU here: the {config} configuration on the CPU; no rate to hold it against"]
@@ -222,13 +222,6 @@ def _time(
         row["mfu"] = round(tokens / seconds * flops / peak, 4)
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return row
-
-
-def _release() -> None:
-    gc.collect()
-    torch._dynamo.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _line(row: dict[str, Any]) -> str:
