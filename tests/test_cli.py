@@ -13,7 +13,7 @@ from gptoss.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, lo
 
 COMMANDS = (
     *("pretrain", "prepare", "generate", "passkey", "kv-cache"),
-    *("smoke", "profile", "vram", "step-time", "bench", "experiment", "record"),
+    *("smoke", "profile", "vram", "step-time", "bench", "experiment", "parallel", "record"),
 )
 
 
@@ -378,7 +378,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(capsys, train
     assert code == 0
     assert (tmp_path / "new" / "passkey.json").exists()
     assert "name a file" in fails(capsys, *arguments, tmp_path)
-    for command in (("bench", "step"), ("experiment", tmp_path / "runs"), ("record", trained, "x")):
+    for command in (("bench", "step"), ("experiment", tmp_path / "runs"), ("parallel",), ("record", trained, "x")):  # fmt: skip
         assert "name a folder" in fails(capsys, *command, "--out", tmp_path / "file")
     assert not (tmp_path / "runs").exists()
 

@@ -1,4 +1,4 @@
-"""The book's evidence: `gptoss bench`, `experiment` and `record`."""
+"""The book's evidence: `gptoss bench`, `experiment`, `parallel` and `record`."""
 
 import sys
 from pathlib import Path
@@ -10,8 +10,8 @@ from gptoss.cli.options import Config
 
 app = typer.Typer()
 
-OUTSIDE_ALL = ("catalogue", "parallel", "scaling")
-"""Tables that `bench all` leaves out: they take minutes by themselves, several GPUs, or the CPU."""
+OUTSIDE_ALL = ("catalogue", "scaling")
+"""Tables that `bench all` leaves out: they take minutes by themselves, or the CPU."""
 
 
 @app.command()
@@ -113,6 +113,50 @@ def experiment(
     )
     print(evidence.format_table(table))
     print(evidence.keep_evidence(table, target, replace=out is not None))
+
+
+@app.command()
+def parallel(
+    config: Annotated[
+        str | None,
+        typer.Option(help="By name or a YAML file; pretrain_a100_502m on GPUs, else tiny."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Of each launch.")] = 40,
+    processes: Annotated[
+        int | None, typer.Option(help="That share a step; every GPU, or two on a CPU.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the JSON; book/evidence of the checkout when left out."),
+    ] = None,
+) -> None:
+    """Train the same steps in one process, with DDP and with FSDP2, and hold speed and losses side by side.
+
+    Each launch saves a checkpoint, 6 GB for the production model, in the temporary folder; TMPDIR names another.
+    """
+    from gptoss.bench import evidence
+    from gptoss.bench.parallel import compare_engines
+
+    folder = evidence.prepare_folder(out)
+    command = "gptoss parallel"
+    if config is not None:
+        command += f" --config {config}"
+    command += "".join(f" --set {override}" for override in overrides or ())
+    command += f" --steps {steps}"
+    if processes is not None:
+        command += f" --processes {processes}"
+    table = compare_engines(
+        config, overrides or (), steps=steps, processes=processes, command=command
+    )
+    print(evidence.format_table(table))
+    print(evidence.keep_evidence(table, folder, replace=out is not None))
+    failed = [row["who"] for row in table["rows"] if "error" in row]
+    if failed:
+        print("not measured: " + ", ".join(failed), file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()
