@@ -1,11 +1,18 @@
-"""An arm's result as a file that says what it was made with, so that results of other settings are never mixed in."""
+"""An arm's result as a file that says what it was made with, so that results of other settings are never mixed in.
+
+It says where it was made too: arms are made on one machine, or on several, and their table is put together anywhere.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from gptoss.config import RunConfig
+from gptoss.training.provenance import current_commit, machine, software
+
+MADE = {"date": str, "machine": str, "software": dict, "commit": str}
 
 MAY_DIFFER = {"training.save_dir", "training.log_interval", "data.num_workers"}
 
@@ -33,7 +40,7 @@ def read_result(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     """An arm's result, None where it has none yet.
 
     Raises:
-        ValueError: the file is damaged, or was made with other settings.
+        ValueError: the file is damaged, does not say where it was made, or was made with other settings.
     """
     if not path.is_file():
         return None
@@ -42,18 +49,75 @@ def read_result(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
         there = settings_of(
             RunConfig.from_saved(result["run"]), result["lengths"], result["trials"]
         )
+        made = result.get("made")
+        if made is not None:
+            date.fromisoformat(made["date"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a result of this experiment ({error}); delete it") from error
+    if made is None or not all(isinstance(made.get(key), kind) for key, kind in MADE.items()):
+        raise ValueError(
+            f"{path}: does not say on which machine and at which commit it was made; delete it, and the same command "
+            "reads its model again"
+        )
     require_same(path, there, asked)
     return result
 
 
 def write_result(
-    path: Path, run: RunConfig, lengths: Sequence[int], trials: int, found: dict[str, Any]
+    path: Path,
+    run: RunConfig,
+    lengths: Sequence[int],
+    trials: int,
+    found: dict[str, Any],
+    commit: str | None = None,
 ) -> dict[str, Any]:
-    """Write a result with its settings, whole or not at all, and return what was written."""
-    result = {"run": run.to_dict(), "lengths": list(lengths), "trials": trials} | found
+    """Write a result with its settings and where it was made, whole or not at all, and return what was written.
+
+    Args:
+        path: of the file.
+        run, lengths, trials: what it was made with.
+        found: what came out.
+        commit: the version of this package; asked of git unless given.
+    """
+    made = {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "software": software(),
+        "commit": commit or current_commit(),
+    }
+    settings = {"run": run.to_dict(), "lengths": list(lengths), "trials": trials}
+    result = {"made": made} | settings | found
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(result))
     partial.replace(path)
     return result
+
+
+def made_where(results: Mapping[str, dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Where a table of several results was made: as the latest of them says, and a note on each thing that differs.
+
+    Args:
+        results: by the name of the arm.
+
+    Returns:
+        (date, machine, software and commit for the evidence, notes).
+    """
+    made = {name: result["made"] for name, result in results.items()}
+    latest = max(made.values(), key=lambda one: one["date"])
+    notes = []
+    for key, words in (
+        ("machine", "on different machines"),
+        ("commit", "at different commits"),
+        ("software", "with different software"),
+    ):
+        groups: dict[str, list[str]] = {}
+        for name, one in made.items():
+            groups.setdefault(_in_words(one[key]), []).append(name)
+        if len(groups) > 1:
+            each = "; ".join(f"{what}: {', '.join(names)}" for what, names in groups.items())
+            notes.append(f"arms were made {words}; {each}")
+    return {key: latest[key] for key in MADE}, notes
+
+
+def _in_words(value: str | dict[str, str]) -> str:
+    return value if isinstance(value, str) else ", ".join(f"{k} {v}" for k, v in value.items())

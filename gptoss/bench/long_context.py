@@ -4,13 +4,15 @@
 YaRN in training, pruning on or off, sinks on or off. Each trained model is read with plain RoPE, with YaRN in all
 layers and with YaRN in the global ones. Chapters 8 and 16 read the table.
 
-An arm takes minutes, so each writes a file when it is done, and the same command goes on where it was stopped. What
-cannot be read in the end is refused before anything is trained, and results of other settings are never mixed in.
+An arm takes minutes, so each writes a file when it is done, and the same command goes on where it was stopped. Arms may
+be made by several processes in one folder, and on several machines: the table says what the files say. What cannot be
+read in the end is refused before anything is trained, and results of other settings are never mixed in.
 """
 
 import dataclasses
 import gc
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +21,16 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from gptoss.bench.arm_results import read_result, require_same, settings_of, write_result
+from gptoss.bench.arm_results import (
+    made_where,
+    read_result,
+    require_same,
+    settings_of,
+    write_result,
+)
 from gptoss.bench.evidence import make_evidence
-from gptoss.bench.passkey import RECIPES, read_as
-from gptoss.config import ROPE_MODES, RunConfig, load_config
+from gptoss.bench.passkey import RECIPES, Recipe, read_as
+from gptoss.config import ROPE_MODES, ModelConfig, RunConfig, load_config
 from gptoss.inference.long_context import loss_by_position, mean_between
 from gptoss.inference.passkey import PasskeyEvaluator
 from gptoss.inference.passkey_prompt import build_passkey_prompt
@@ -118,6 +126,15 @@ def configure(run: RunConfig, arm: Arm, steps: int, folder: Path) -> RunConfig:
     return RunConfig(model, training, run.data)
 
 
+def recipes_for(cfg: ModelConfig) -> dict[str, Recipe]:
+    """The ways to read a model that differ: without pruned pairs there is nothing for `mscale_pruned` to act on."""
+    if any(cfg.n_pruned_pairs(layer) for layer in range(cfg.n_layers)):
+        return RECIPES
+    # Of recipes that differ in `mscale_pruned` alone, the last.
+    last = {(recipe.mode, recipe.layers): name for name, recipe in RECIPES.items()}
+    return {name: RECIPES[name] for name in last.values()}
+
+
 def run_arm(run: RunConfig, lengths: Sequence[int], trials: int) -> dict[str, Any]:
     """Train one arm, then read its model in every way.
 
@@ -127,13 +144,16 @@ def run_arm(run: RunConfig, lengths: Sequence[int], trials: int) -> dict[str, An
         trials: at each length.
 
     Returns:
-        `tokens_per_step`, and `rows` with `read` and what was found; the arm's own columns are the caller's.
+        `tokens_per_step`, `seconds` of training (of this call, when it goes on) and of reading, and `rows` with `read`
+        and what was found; the arm's own columns are the caller's.
 
     Raises:
         ValueError: the run was stopped before its end.
     """
     text = held_out(run, max(lengths) + 1)
+    began = time.monotonic()
     result = pretrain(run)
+    trained = time.monotonic()
     if result.stopped_by:
         raise ValueError(
             f"{run.training.save_dir}: stopped by {result.stopped_by} at step {result.step}; start it again to go on"
@@ -146,7 +166,7 @@ def run_arm(run: RunConfig, lengths: Sequence[int], trials: int) -> dict[str, An
     model.set_rope_mode(run.training.rope)
     rows: list[dict[str, Any]] = [{"validation_loss": round(result.validation[-1].loss, 4)}]
     edges = [0, *(n for n in (1024 * 2**i for i in range(12)) if n < max(lengths)), max(lengths)]
-    for name, recipe in RECIPES.items():
+    for name, recipe in recipes_for(run.model).items():
         with read_as(model, recipe) as mode:
             evaluator = PasskeyEvaluator(model, result.tokenizer, filler=text, rope=mode, batch_tokens=131_072)  # fmt: skip
             for row in evaluator.evaluate_grid(lengths, trials).to_dict()["rows"]:
@@ -159,7 +179,11 @@ def run_arm(run: RunConfig, lengths: Sequence[int], trials: int) -> dict[str, An
             {"read": name, "loss_from": start, "text_loss": round(loss, 4)}
             for start, loss in zip(edges, losses, strict=False)
         ]
-    return {"tokens_per_step": result.tokens_per_step, "rows": rows}
+    seconds = {
+        "training": round(trained - began, 1),
+        "reading": round(time.monotonic() - trained, 1),
+    }
+    return {"tokens_per_step": result.tokens_per_step, "seconds": seconds, "rows": rows}
 
 
 def held_out(run: RunConfig, n_tokens: int) -> Int[np.ndarray, "n"]:
@@ -220,10 +244,11 @@ def experiment(
         config, overrides: what every arm starts from.
         steps: of each arm; 1,250 of nano's are about two minutes on one H200.
         lengths, trials: of the passkey questions.
-        command, commit: for the evidence.
+        command: for the evidence.
+        commit: for the results that this call makes; asked of git unless given.
 
     Returns:
-        The evidence, of all these arms.
+        The evidence, of all these arms, with the machine, software, commit and date of their results.
 
     Raises:
         ValueError: settings that do not fit the data, the model or what the folder holds; nothing was trained.
@@ -247,15 +272,28 @@ def experiment(
         if results[arm] is None:
             print(f"[arm] {arm.name}", flush=True)
             found = run_arm(run, lengths, trials)
-            results[arm] = write_result(folder / f"{arm.name}.json", run, lengths, trials, found)
+            path = folder / f"{arm.name}.json"
+            results[arm] = write_result(path, run, lengths, trials, found, commit)
+            took = found["seconds"]
+            print(
+                f"[arm] {arm.name}: trained in {took['training']} s, read in {took['reading']} s",
+                flush=True,
+            )
             gc.collect()
             torch._dynamo.reset()  # each arm compiles its own blocks; together they would pass the limit of recompiles
     done = {arm: result for arm, result in results.items() if result is not None}
     table = [arm._asdict() | row for arm, result in done.items() for row in result["rows"]]
     tokens = steps * next(iter(done.values()))["tokens_per_step"]
-    notes = [f"each arm: {steps:,} steps, {tokens:,} tokens of {config}, one run a seed"]
+    made, apart = made_where({arm.name: result for arm, result in done.items()})
+    notes = [f"each arm: {steps:,} steps, {tokens:,} tokens of {config}, one run a seed", *apart]
+    if not all(arm.pruned for arm in done):
+        notes.append(
+            'arms without pruning: "YaRN in global layers" sharpens all their pairs, so it is read once, as '
+            '"YaRN in global layers, all pairs sharpened"'
+        )
     title = f"Training at and reading beyond {base.model.max_seq_len:,} tokens"
-    return make_evidence(
+    evidence = make_evidence(
         "long_context", title, COLUMNS, table,
-        command=command, convention=CONVENTION, notes=notes, commit=commit,
+        command=command, convention=CONVENTION, notes=notes, commit=made["commit"],
     )  # fmt: skip
+    return evidence | made  # where the arms were made, which need not be here

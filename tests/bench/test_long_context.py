@@ -3,19 +3,23 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
-from gptoss.bench import long_context
+from gptoss.bench import arm_results, long_context
 from gptoss.bench.evidence import check_evidence
-from gptoss.bench.passkey import RECIPES
+from gptoss.bench.passkey import RECIPES, read_as
 from gptoss.cli import main
-from gptoss.config import RunConfig, load_config
+from gptoss.config import ModelConfig, RunConfig, load_config
 from gptoss.data.prepare import prepare
 from gptoss.data.shards import ShardWriter
+from gptoss.model.transformer import GPTOSS
 from gptoss.training.pretrain import pretrain
 
 FIRST, SECOND = long_context.parse_arm("plain-pruned-sinks-1"), long_context.parse_arm("yarn-whole-bare-2")  # fmt: skip
@@ -80,20 +84,51 @@ def trainings(monkeypatch) -> list[str]:
     return started
 
 
-def test_each_arm_is_trained_and_read_in_every_way(config, tmp_path, trainings):
+GLOBAL, SHARP = "YaRN in global layers", "YaRN in global layers, all pairs sharpened"
+
+
+def test_each_arm_is_trained_and_read_in_every_way_that_differs(
+    config, tmp_path, trainings, capsys
+):
     table = ask(tmp_path, config)
     check_evidence(table, "long_context")
     assert trainings == [FIRST.name, SECOND.name]
-    for arm in (FIRST, SECOND):
+    whole = ["plain", "YaRN in all layers", SHARP]  # no pruned pairs: GLOBAL would be SHARP again
+    for arm, ways in ((FIRST, list(RECIPES)), (SECOND, whole)):
         rows = [r for r in table["rows"] if all(r[k] == v for k, v in arm._asdict().items())]
         asked = [(r["read"], r["length"], r["trials"]) for r in rows if "length" in r]
-        assert asked == [(read, length, 2) for read in RECIPES for length in (80, 128)]
+        assert asked == [(read, length, 2) for read in ways for length in (80, 128)]
         texts = [(r["read"], r["loss_from"]) for r in rows if "text_loss" in r]
-        assert texts == [(read, 0) for read in RECIPES]
+        assert texts == [(read, 0) for read in ways]
         assert sum("validation_loss" in r for r in rows) == 1
     # 2 sequences × 2 micro-steps × 64 tokens × 2 steps
     assert "2 steps, 512 tokens" in table["notes"][0]
+    assert f'read once, as "{SHARP}"' in table["notes"][1]
     assert table["title"].endswith("64 tokens")
+    said = capsys.readouterr().out
+    for arm in (FIRST, SECOND):
+        kept = json.loads((tmp_path / f"{arm.name}.json").read_text())["seconds"]
+        assert all(seconds > 0 for seconds in kept.values())
+        line = f"[arm] {arm.name}: trained in {kept['training']} s, read in {kept['reading']} s"
+        assert line in said.splitlines()
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_sharpening_pruned_pairs_changes_nothing_where_none_is_pruned(pruned):
+    torch.manual_seed(0)
+    model = GPTOSS(ModelConfig(**MODEL, yarn_prune_rope_global=pruned)).eval()
+    ids = torch.randint(0, 400, (1, 100))  # beyond the 64 tokens of training
+    logits = {}
+    for name in RECIPES:
+        with read_as(model, RECIPES[name]) as mode, torch.no_grad():
+            model.set_rope_mode(mode)
+            logits[name] = model(ids)[0]
+    assert torch.equal(logits[GLOBAL], logits[SHARP]) is not pruned
+    distinct = [name for name in RECIPES if pruned or name != GLOBAL]
+    assert list(long_context.recipes_for(model.cfg)) == distinct
+    for i, name in enumerate(distinct):  # and those that are read are all different
+        for other in distinct[:i]:
+            assert not torch.equal(logits[name], logits[other])
 
 
 def test_an_arm_changes_what_its_name_says():
@@ -136,6 +171,76 @@ def test_an_arm_killed_before_its_result_is_only_read_again(config, done):
 
 def test_an_arm_named_twice_counts_once(config, done):
     assert len(ask(done, config, [FIRST, FIRST])["rows"]) == 1 + 4 * 3
+
+
+def made_elsewhere(path: Path, **changes) -> None:
+    """Change what a result says of its making."""
+    result = json.loads(path.read_text())
+    result["made"] |= changes
+    path.write_text(json.dumps(result))
+
+
+def test_the_table_says_where_its_arms_were_made(config, done, trainings, monkeypatch):
+    there = {"machine": "one NVIDIA H200", "software": {"torch": "2.11"}, "commit": "abc1234", "date": "2026-01-02"}  # fmt: skip
+    made_elsewhere(done / f"{FIRST.name}.json", **there)
+    monkeypatch.setattr(long_context, "check_reading", lambda *_: pytest.fail("the data is not here"))  # fmt: skip
+    table = ask(done, config, [FIRST], commit="here")
+    assert {key: table[key] for key in there} == there
+    check_evidence(table, "long_context")
+    assert not any("made" in note for note in table["notes"])
+    assert trainings == []
+
+
+def test_arms_of_different_machines_and_commits_are_noted(config, done):
+    made_elsewhere(
+        done / f"{FIRST.name}.json", machine="one NVIDIA H200", commit="abc1234", date="2999-01-02"
+    )
+    table = ask(done, config, commit="def5678")
+    # the latest of the two says where the table was made
+    assert (table["machine"], table["commit"], table["date"]) == ("one NVIDIA H200", "abc1234", "2999-01-02")  # fmt: skip
+    notes = [note for note in table["notes"] if note.startswith("arms were made")]
+    assert len(notes) == 2  # the software is the same
+    assert f"on different machines; one NVIDIA H200: {FIRST.name}; {arm_results.machine()}: {SECOND.name}" in notes[0]  # fmt: skip
+    assert f"at different commits; abc1234: {FIRST.name}; def5678: {SECOND.name}" in notes[1]
+    made_elsewhere(done / f"{FIRST.name}.json", date="1999-01-02")
+    assert ask(done, config)["commit"] == "def5678"
+
+
+@pytest.mark.parametrize("missing", ["made", "commit", "software"])
+def test_a_result_that_does_not_say_where_it_was_made_is_refused(config, done, trainings, missing):
+    path = done / f"{FIRST.name}.json"
+    result = json.loads(path.read_text())
+    del (result if missing == "made" else result["made"])[missing]
+    path.write_text(json.dumps(result))
+    with pytest.raises(ValueError, match=rf"{FIRST.name}.json: does not say on which machine.*delete it"):  # fmt: skip
+        ask(done, config)
+    assert trainings == []
+
+
+def test_another_process_makes_another_arm_in_the_same_folder_meanwhile(
+    config, tmp_path, monkeypatch
+):
+    """The first arm is half trained when the second is made from beginning to end, by a process of its own."""
+    folder = tmp_path / "runs"
+    command = [sys.executable, "-m", "gptoss", "experiment", str(folder), "--config", config, "--arm", SECOND.name]  # fmt: skip
+    command += ["--steps", "2", "--trials", "2", "--length", "80", "--length", "128", "--out", str(tmp_path / "out")]  # fmt: skip
+
+    def interrupted(run: RunConfig):
+        pretrain(run, max_steps=1)
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert {path.parent.name for path in before} == {FIRST.name}
+        other = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert other.returncode == 0, other.stderr
+        assert all(path.read_bytes() == content for path, content in before.items())
+        return pretrain(run)
+
+    monkeypatch.setattr(long_context, "pretrain", interrupted)
+    table = ask(folder, config, [FIRST])
+    assert {row["seed"] for row in table["rows"]} == {FIRST.seed}
+    names = {FIRST.name, SECOND.name, f"{FIRST.name}.json", f"{SECOND.name}.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    monkeypatch.setattr(long_context, "pretrain", lambda _: pytest.fail("both are made"))
+    assert {row["seed"] for row in ask(folder, config)["rows"]} == {FIRST.seed, SECOND.seed}
 
 
 @pytest.mark.parametrize(
