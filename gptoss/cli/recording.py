@@ -94,16 +94,17 @@ def experiment(
 ) -> None:
     """Train plain or YaRN, pruned or not, with sinks or without, and read each model far beyond its length."""
     from gptoss.bench import evidence, long_context
+    from gptoss.bench.arms import ARMS, parse_arm
 
     target = evidence.prepare_folder(out)
-    names = arm or [one.name for one in long_context.ARMS]
+    names = arm or [one.name for one in ARMS]
     lengths = length or list(long_context.LENGTHS)
     command = f"gptoss experiment {folder} --config {config} --steps {steps} --trials {trials}"
     for option, values in (("--set", overrides), ("--arm", arm), ("--length", length)):
         command += "".join(f" {option} {value}" for value in values or ())
     table = long_context.experiment(
         folder,
-        [long_context.parse_arm(name) for name in names],
+        [parse_arm(name) for name in names],
         config=config,
         overrides=overrides or (),
         steps=steps,

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from gptoss.bench import arm_results, long_context
+from gptoss.bench.arms import ARMS, DOCUMENTS, configure, parse_arm
 from gptoss.bench.evidence import check_evidence
 from gptoss.bench.passkey import RECIPES, read_as
 from gptoss.cli import main
@@ -22,7 +23,7 @@ from gptoss.data.shards import ShardWriter
 from gptoss.model.transformer import GPTOSS
 from gptoss.training.pretrain import pretrain
 
-FIRST, SECOND = long_context.parse_arm("plain-pruned-sinks-1"), long_context.parse_arm("yarn-whole-bare-2")  # fmt: skip
+FIRST, SECOND = parse_arm("plain-pruned-sinks-1"), parse_arm("yarn-whole-bare-2")  # fmt: skip
 
 MODEL = {
     **{"vocab_size": 400, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2},
@@ -133,16 +134,16 @@ def test_sharpening_pruned_pairs_changes_nothing_where_none_is_pruned(pruned):
 
 def test_an_arm_changes_what_its_name_says():
     base = load_config("nano")
-    documents = long_context.configure(base, long_context.DOCUMENTS, 30, Path("x"))
+    documents = configure(base, DOCUMENTS, 30, Path("x"))
     assert documents.training.rope == "yarn"
     assert (documents.model.yarn_layers, documents.model.yarn_mscale_pruned) == ("all", False)
     assert (documents.training.warmup_steps, documents.training.total_steps) == (3, 30)
-    bare = long_context.configure(base, SECOND._replace(rope="plain"), 30, Path("x"))
+    bare = configure(base, SECOND._replace(rope="plain"), 30, Path("x"))
     assert not bare.model.sink_bias
     assert not bare.model.yarn_prune_rope_global
     assert (bare.training.seed, bare.training.save_dir) == (2, "x/plain-whole-bare-2")
-    assert len({arm.name for arm in long_context.ARMS}) == 8
-    assert all(long_context.parse_arm(arm.name) == arm for arm in long_context.ARMS)
+    assert len({arm.name for arm in ARMS}) == 8
+    assert all(parse_arm(arm.name) == arm for arm in ARMS)
 
 
 def test_it_goes_on_after_a_kill_between_arms(config, tmp_path, trainings, monkeypatch):
@@ -259,7 +260,7 @@ def test_results_of_other_settings_are_not_mixed_in(config, done, trainings, cha
 
 
 def test_a_half_trained_arm_of_other_settings_is_refused(config, tmp_path, trainings):
-    pretrain(long_context.configure(load_config(config), FIRST, 2, tmp_path), max_steps=1, progress=False)  # fmt: skip
+    pretrain(configure(load_config(config), FIRST, 2, tmp_path), max_steps=1, progress=False)  # fmt: skip
     with pytest.raises(ValueError, match=r"training.total_steps is 2 there and 4 here.*delete"):
         ask(tmp_path, config, steps=4)
     assert trainings == []
@@ -323,7 +324,7 @@ def test_held_out_text_is_read_in_its_own_dtype(config, tmp_path):
 @pytest.mark.parametrize("name", ["plain", "rope-pruned-sinks-1", "plain-pruned-sinks-", "plain-bare-sinks-1", "yarn-whole-pruned-1"])  # fmt: skip
 def test_a_name_of_another_form_is_refused(name):
     with pytest.raises(ValueError, match="as in yarn-pruned-sinks-1337"):
-        long_context.parse_arm(name)
+        parse_arm(name)
 
 
 def test_the_command_runs_it_and_writes_the_evidence(config, tmp_path, capsys):
