@@ -113,9 +113,11 @@ def ring(place: Place) -> Iterator[Row]:
     cfg = ModelConfig()
     layers = cfg.n_layers // 2
     held = [
-        kv_cache_bytes(LONG, windowed, cfg.n_layers - windowed, cfg.n_kv_heads, cfg.head_dim, cfg.window_size)
+        kv_cache_bytes(
+            LONG, windowed, cfg.n_layers - windowed, cfg.n_kv_heads, cfg.head_dim, cfg.window_size
+        )
         for windowed in (0, layers)
-    ]  # fmt: skip
+    ]
     allocated = []
     for whole in (True, False):
         cache = MixedKVCache(2, K, D, W, dtype=place.dtype, device=place.device, full=whole)

@@ -105,11 +105,12 @@ def sink_clamp(place: Place) -> Iterator[Row]:
             step()
 
     row = compare_times(
-        place, f"the sinks of {len(attentions)} layers",
+        place,
+        f"the sinks of {len(attentions)} layers",
         lambda: [clamp(attention) for attention in attentions],
         lambda: [kept(attention) for attention in attentions],
         measure="µs a token",
-    )  # fmt: skip
+    )
     row["difference"] = max(float((clamp(one) - kept(one)).abs().max()) for one in attentions)
     yield row
     yield compare_times(place, step.name, step, cached_step, measure="µs a token")
@@ -142,6 +143,10 @@ def one_position(place: Place) -> Iterator[Row]:
     row["difference"] = float(f"{max(relative_error(a, b) for a, b in zip(single(), general(), strict=True)):.2e}")  # fmt: skip
     yield row
     yield compare_times(
-            place, place.name(f"{layers} layers of one {side}^3 product and the tables"),
-            lambda: among(general), lambda: among(single), ours=lambda: among(ours), measure="µs a token",
-        )  # fmt: skip
+        place,
+        place.name(f"{layers} layers of one {side}^3 product and the tables"),
+        lambda: among(general),
+        lambda: among(single),
+        ours=lambda: among(ours),
+        measure="µs a token",
+    )

@@ -72,6 +72,12 @@ def compare_largest(
         sizes = [side[column] for side in found]
         measure = "bytes of the largest tensor"
         rows.append(
-            compare(f"{where}, T = {name}", measure, [sizes[0]], [sizes[1]], ours=sizes[2] if ours else None)
-        )  # fmt: skip
+            compare(
+                f"{where}, T = {name}",
+                measure,
+                [sizes[0]],
+                [sizes[1]],
+                ours=sizes[2] if ours else None,
+            )
+        )
     return rows

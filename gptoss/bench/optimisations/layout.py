@@ -155,9 +155,14 @@ def rotary_dtype(place: Place) -> Iterator[Row]:
     )
     yield compare(where, "error against float64", errors[:1], errors[1:2], ours=errors[2])
     yield compare(
-            "SDPA takes the result beside v in bf16", "1 yes, 0 no", [_sdpa_takes(outs[0], v)], [_sdpa_takes(outs[1], v)],
-            ours=_sdpa_takes(outs[2], v), compared="on - off", higher_is_better=True,
-        )  # fmt: skip
+        "SDPA takes the result beside v in bf16",
+        "1 yes, 0 no",
+        [_sdpa_takes(outs[0], v)],
+        [_sdpa_takes(outs[1], v)],
+        ours=_sdpa_takes(outs[2], v),
+        compared="on - off",
+        higher_is_better=True,
+    )
 
 
 def kept_bytes(run: Callable[..., Tensor], *inputs: Tensor) -> int:

@@ -119,15 +119,23 @@ def sink_by_mask(place: Place) -> Iterator[Row]:
     yield row
     yield from compare_peaks(place, f"{where}, T = {T}", written_out, extended, ours)
     yield from compare_largest(
-        where, T, lambda n: lambda: written_out(n), lambda n: lambda: extended(n), lambda n: lambda: ours(n)
-    )  # fmt: skip
+        where,
+        T,
+        lambda n: lambda: written_out(n),
+        lambda n: lambda: extended(n),
+        lambda n: lambda: ours(n),
+    )
     if place.cuda:
         mask = q.new_zeros(1, shape.heads, T, T)
         taken = [_flash_takes(q, repeat_kv(k, shape.heads // shape.kv_heads), m) for m in (None, mask)]  # fmt: skip
         yield compare(
-                "FlashAttention takes the call: without a mask, with one", "1 yes, 0 no", taken[:1], taken[1:],
-                compared="on - off", higher_is_better=True,
-            )  # fmt: skip
+            "FlashAttention takes the call: without a mask, with one",
+            "1 yes, 0 no",
+            taken[:1],
+            taken[1:],
+            compared="on - off",
+            higher_is_better=True,
+        )
 
 
 def one_query_mask(place: Place) -> Iterator[Row]:

@@ -40,11 +40,14 @@ def shard_lookup(place: Place) -> Iterator[Row]:
         offsets = [0, *accumulate(draw.randrange(1000, 2000) for _ in range(count))]
         tokens = [draw.randrange(offsets[-1]) for _ in range(LOOKUPS)]
         yield compare_times(
-                host, f"lookup, {count:,} shards",
-                lambda offsets=offsets, tokens=tokens: [walk(offsets, t) for t in tokens],  # type: ignore[misc]  # bound now
-                lambda offsets=offsets, tokens=tokens: [bisect(offsets, t) for t in tokens],  # type: ignore[misc]  # likewise
-                measure="µs a lookup", per_call=LOOKUPS, rounds=3,
-            )  # fmt: skip
+            host,
+            f"lookup, {count:,} shards",
+            lambda offsets=offsets, tokens=tokens: [walk(offsets, t) for t in tokens],  # type: ignore[misc]  # bound now
+            lambda offsets=offsets, tokens=tokens: [bisect(offsets, t) for t in tokens],  # type: ignore[misc]  # likewise
+            measure="µs a lookup",
+            per_call=LOOKUPS,
+            rounds=3,
+        )
     # 16 MB stand for a shard: what is read is one window
     shard = np.zeros(2**22, dtype=np.uint32)
     offsets = [50_000_000 * shard for shard in range(PRODUCTION + 1)]

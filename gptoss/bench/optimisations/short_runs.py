@@ -59,9 +59,14 @@ def configuration(place: Place) -> RunConfig:
         sizes = dict(n_layers=2, d_model=64, n_heads=2, n_kv_heads=1, head_dim=32, ffn_dim=32, moe_dispatch="stacked", dtype="fp32")  # fmt: skip
     shape = Sizes.at(place)
     training = TrainingConfig(
-        micro_batch_size=shape.batch, gradient_accumulation_steps=1, total_steps=shape.steps,
-        warmup_steps=shape.warmup, lr=run.training.lr, grad_checkpoint=False, compile=False,
-    )  # fmt: skip
+        micro_batch_size=shape.batch,
+        gradient_accumulation_steps=1,
+        total_steps=shape.steps,
+        warmup_steps=shape.warmup,
+        lr=run.training.lr,
+        grad_checkpoint=False,
+        compile=False,
+    )
     return RunConfig(dataclasses.replace(run.model, **sizes), training)
 
 
@@ -105,13 +110,21 @@ def compare_runs(
     off = [train(place, other, seed, prepare) for seed in sizes.seeds]
     where = f"{sizes.steps} steps of {sizes.batch} x {sizes.length} tokens, {len(sizes.seeds)} seeds; {what}"  # fmt: skip
     yield compare(
-            where, "nats a token, last 20 steps", [o.loss for o in off], [o.loss for o in on],
-            compared=DIFFERENCE, resolution=LOSS_RESOLUTION,
-        )  # fmt: skip
+        where,
+        "nats a token, last 20 steps",
+        [o.loss for o in off],
+        [o.loss for o in on],
+        compared=DIFFERENCE,
+        resolution=LOSS_RESOLUTION,
+    )
     if load:
         yield compare(
-                where, "largest expert's share · E", [o.imbalance for o in off], [o.imbalance for o in on], compared=DIFFERENCE
-            )  # fmt: skip
+            where,
+            "largest expert's share · E",
+            [o.imbalance for o in off],
+            [o.imbalance for o in on],
+            compared=DIFFERENCE,
+        )
 
 
 def adam_eps(place: Place) -> Iterator[Row]:

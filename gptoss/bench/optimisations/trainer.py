@@ -30,9 +30,13 @@ class Trainer:
         batch, length = (4, 4096) if place.cuda else (1, 64)
         dispatch = "triton_grouped" if place.cuda else "stacked"
         training = dataclasses.replace(
-            run.training, micro_batch_size=batch, gradient_accumulation_steps=1,
-            grad_checkpoint=False, compile=True, compile_mode="default",
-        )  # fmt: skip
+            run.training,
+            micro_batch_size=batch,
+            gradient_accumulation_steps=1,
+            grad_checkpoint=False,
+            compile=True,
+            compile_mode="default",
+        )
         model = dataclasses.replace(run.model, moe_dispatch=dispatch)
         if not place.cuda:  # one kind of block to compile
             model = dataclasses.replace(model, n_layers=1, yarn_prune_rope_global=False)

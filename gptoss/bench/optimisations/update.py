@@ -78,11 +78,16 @@ def adamw(place: Place) -> Iterator[Row]:
     ours = build_optimizer(nn.ParameterList(tensors.stacked), RATE).step
     yield from [
         compare_times(
-            place, f"{where}, {off} against {on}", sides[off], sides[on],
-            ours=ours if off == "loop" else None, rounds=3, repeats=3,
+            place,
+            f"{where}, {off} against {on}",
+            sides[off],
+            sides[on],
+            ours=ours if off == "loop" else None,
+            rounds=3,
+            repeats=3,
         )
         for off, on in (("loop", "foreach"), ("loop", "fused"), ("default", "fused"))
-    ]  # fmt: skip
+    ]
     together = f"{where}, foreach=True and fused=True"
     try:
         yield compare_times(place, together, sides["loop"], step(foreach=True, fused=True), rounds=3, repeats=3)  # fmt: skip
