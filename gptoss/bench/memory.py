@@ -64,7 +64,8 @@ def measure(
     model = load_config(config or ("pretrain_a100_502m" if cuda else "tiny")).model
     model = dataclasses.replace(model, moe_dispatch="triton_grouped" if cuda else "stacked")
     rows = []
-    for case in cases or (PRODUCTION if cuda else ON_CPU):
+    cases = tuple(cases or (PRODUCTION if cuda else ON_CPU))
+    for case, following in zip(cases, (*cases[1:], None), strict=True):
         row: dict[str, Any] = case._asdict()
         setting = dict(batch=case.batch, seq_len=case.seq_len, every=case.every, compiled=cuda)
         device = "cuda" if cuda else "cpu"
@@ -79,7 +80,7 @@ def measure(
             }
         except Exception as error:  # the reason is the row; the other settings still run
             row["error"] = " ".join(str(error).split())[:200]
-        release_memory()
+        release_memory(keep_code=following is not None and following[:2] == case[:2])
         rows.append(row)
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     notes = [] if cuda else ["no GPU here: the tiny model on the CPU, storages followed by hooks"]

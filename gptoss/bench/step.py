@@ -106,13 +106,14 @@ def measure(
         )
     peak = matmul_rate() if cuda else None
     rows = []
-    for variant in variants:
+    for variant, following in zip(variants, (*variants[1:], None), strict=True):
         row: dict[str, Any] = {"who": "gptoss", "seq_len": length, **dataclasses.asdict(variant)}
         try:
             row |= _time_variant(run, variant, length, steps, peak)
         except Exception as error:  # the reason is the row; the other variants still run
             row["error"] = " ".join(str(error).split())[:200]
-        release_memory()
+        same = following is not None and dataclasses.replace(following, every=variant.every)
+        release_memory(keep_code=same == variant)
         rows.append(row)
         print(_line(row), flush=True)
     if baselines and cuda:

@@ -347,7 +347,7 @@ def test_no_chunk_moves_or_reallocates_what_is_cached(make_model):
 def test_chunks_are_chosen_by_device_and_batch():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_chunk_size(cpu) == 4096
-    assert choose_chunk_size(cuda) == 16_384
+    assert choose_chunk_size(cuda) == 32_768
     assert choose_chunk_size(cuda, 8) == 2048
     assert choose_chunk_size(cuda, 100) == 1024
 
