@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def at(cls, place: Place) -> "Sizes":
-        return cls(4, 96, 128, 16_384, 256) if place.cuda else cls(2, 32, 16, 512, 64)
+        return cls(4, 96, 128, LONG, 256) if place.cuda else cls(2, 32, 16, 512, 64)
 
 
 class Ring:
@@ -91,11 +91,13 @@ def ring(place: Place) -> Iterator[Row]:
     k, v = torch.randn(2, 1, K, 1, D, device=place.device, dtype=place.dtype).unbind(0)
     past_k, past_v = torch.randn(2, 1, K, S, D, device=place.device, dtype=place.dtype).unbind(0)
 
+    whole = Growing(past_k, past_v)
+
     def full() -> None:
-        store = Growing(past_k, past_v)
+        whole.count = S
         for _ in range(n):
-            store.append(k, v)
-            [t[:, :, -W:] for t in store.get()]
+            whole.append(k, v)
+            [t[:, :, -W:] for t in whole.get()]
 
     def documents() -> None:
         store = Ring(W, k)
@@ -119,8 +121,8 @@ def ring(place: Place) -> Iterator[Row]:
         for windowed in (0, layers)
     ]
     allocated = []
-    for whole in (True, False):
-        cache = MixedKVCache(2, K, D, W, dtype=place.dtype, device=place.device, full=whole)
+    for keeps_all in (True, False):
+        cache = MixedKVCache(2, K, D, W, dtype=place.dtype, device=place.device, full=keeps_all)
         for layer in range(2):
             cache.append(layer, past_k, past_v, layer == 0)
         allocated.append(cache.allocated_bytes())
@@ -173,7 +175,7 @@ def growth(place: Place) -> Iterator[Row]:
             mixed.update(0, k, v, False)
         return mixed.allocated_bytes()
 
-    where = place.name(f"one global layer, {S:,} tokens and {n} more")
+    where = place.name(f"one global layer, {S:,} tokens and {n} more, one growth among them")
     yield compare_times(
         place,
         where,
