@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gptoss.bench.agreement import BAND
 from gptoss.bench.evidence import make_evidence
 from gptoss.bench.release import release_memory
 
@@ -26,7 +27,7 @@ from .optimisations import (
     trainer,
     update,
 )
-from .optimisations.reading import Place, Row, raised
+from .optimisations.reading import TIME_RESOLUTION, Place, Row, raised
 
 COLUMNS = {
     "opt": "number in the documents' catalogue",
@@ -38,14 +39,14 @@ COLUMNS = {
     "ours": "what this package does in its place, where that is a third way",
     "effect": "what switching it on does",
     "compared": "how the effect is computed",
-    "noise": "relative spread of the rounds for ratios, half-width of the 95% interval for differences",
+    "noise": "both sides' relative spreads over the rounds, added, for ratios, half-width of the 95% interval for differences",
     "verdict": "gains or costs where the effect exceeds its noise, else no difference; raises where it does not run",
     "difference": "relative error of the on side's result against the off side's",
     "problem": "why there is no number",
 }
 CONVENTION = (
-    "off, on and ours in turns; ratio off / on: above 1 the optimisation is better; times under 2% apart and losses under "
-    "0.005 nats apart count as no difference; 1 yes, 0 no: higher is better; else lower is better"
+    f"off, on and ours in turns; ratio off / on: above 1 the optimisation is better; times under {TIME_RESOLUTION:.0%} apart and losses "
+    f"under {BAND} nats apart count as no difference; 1 yes, 0 no: higher is better; else lower is better"
 )
 
 

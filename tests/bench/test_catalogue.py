@@ -56,11 +56,12 @@ def test_bench_all_leaves_it_out_and_the_list_names_it():
 def test_a_ratio_beyond_its_spread_gains_or_costs():
     faster = judge([10.0, 10.2, 10.1], [5.0, 5.1, 5.05])
     assert (faster.effect, faster.compared, faster.verdict) == (2.0, "off / on", "gains")
-    assert faster.noise == pytest.approx(
-        0.2 / 10.1
-    )  # off spreads by 0.0198 of its median, on by 0.0198 too
+    assert faster.noise == pytest.approx(0.2 / 10.1 + 0.1 / 5.05)
     assert judge([5.0, 5.1], [10.0, 10.1]).verdict == "costs"
     assert judge([5.0, 5.1], [10.0, 10.1], higher_is_better=True).verdict == "gains"
+    # 1.5 times and its inverse, with a spread of 0.4: told apart both ways
+    assert judge([1.2, 1.5, 1.8], [1.0] * 3).verdict == "gains"
+    assert judge([1.0] * 3, [1.2, 1.5, 1.8]).verdict == "costs"
 
 
 def test_a_ratio_within_its_spread_or_the_resolution_is_no_difference():
@@ -97,7 +98,7 @@ def test_sides_are_timed_in_turns(monkeypatch):
     monkeypatch.setattr(reading, "median_seconds", lambda run, device, repeats: run())
     sides = {name: (lambda name=name, s=s: order.append(name) or s) for name, s in (("off", 3e-3), ("on", 1e-3), ("ours", 2e-3))}  # fmt: skip
     row = compare_times(CPU, "here", sides["off"], sides["on"], ours=sides["ours"], rounds=2)
-    assert order == ["off", "on", "ours"] * 2
+    assert order == ["off", "on", "ours", "ours", "on", "off"]
     assert (row["off"], row["on"], row["ours"], row["effect"]) == (3, 1, 2, 3)
 
 

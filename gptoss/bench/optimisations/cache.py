@@ -135,8 +135,7 @@ def ring(place: Place) -> Iterator[Row]:
         ours=ours,
         measure="µs a token",
         per_call=n,
-        rounds=3,
-        repeats=3,
+        repeats=2,
     )
     yield compare(
         place.name(f"a windowed and a global layer, {S:,} tokens, allocated"),
@@ -184,8 +183,7 @@ def growth(place: Place) -> Iterator[Row]:
         ours=ours,
         measure="µs a token",
         per_call=n,
-        rounds=3,
-        repeats=3,
+        repeats=2,
     )
     yield compare(where, "bytes held at the end", [anew()], [growing()], ours=ours())  # fmt: skip
 
@@ -210,7 +208,7 @@ def output_tensor(place: Place) -> Iterator[Row]:
         return ids
 
     where = f"a prompt of {S:,} tokens and {n} more"
-    row = compare_times(place, where, by_cat, in_place, measure="µs a token", per_call=n, rounds=3, repeats=5)  # fmt: skip
+    row = compare_times(place, where, by_cat, in_place, measure="µs a token", per_call=n, repeats=2)  # fmt: skip
     row["difference"] = float((by_cat() != in_place()).sum())
     step, whole = DecodeStep.of(place), prompt.new_zeros(1, S + 1)
 

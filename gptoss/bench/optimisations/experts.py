@@ -89,8 +89,7 @@ def sorted_dispatch(place: Place) -> Iterator[Row]:
         lambda: both(masked_loop),
         lambda: both(sorted_loop),
         ours=lambda: both(ours),
-        rounds=3,
-        repeats=5,
+        repeats=3,
     )
     outs = [layer(inputs.x, inputs.indices, inputs.weights, inputs.w1, inputs.w3, inputs.w2) for layer in (sorted_loop, masked_loop)]  # fmt: skip
     row["difference"] = float(f"{relative_error(*outs):.2e}")
@@ -111,7 +110,7 @@ def fused_kernel(place: Place) -> Iterator[Row]:
         off, on, ours = (
             _half(inputs, run, both) for run in (grouped_swiglu_loop, documents, grouped_swiglu)
         )
-        row = compare_times(place, where, off, on, ours=ours, rounds=3, repeats=5)
+        row = compare_times(place, where, off, on, ours=ours, repeats=3)
         row["difference"] = float(f"{relative_error(on()[0], off()[0]):.2e}")
         yield row
 

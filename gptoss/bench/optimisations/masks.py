@@ -114,7 +114,7 @@ def sink_by_mask(place: Place) -> Iterator[Row]:
         return causal_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], None, sink)
 
     where = place.name("attention with sinks, forward")
-    row = compare_times(place, f"{where}, T = {T}", written_out, extended, ours=ours, rounds=3)
+    row = compare_times(place, f"{where}, T = {T}", written_out, extended, ours=ours)
     row["difference"] = float(f"{relative_error(extended(), written_out()):.2e}")
     yield row
     yield from compare_peaks(place, f"{where}, T = {T}", written_out, extended, ours)

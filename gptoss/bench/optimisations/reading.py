@@ -1,7 +1,7 @@
 """One measured quantity, with an optimisation on and off, and what its numbers say.
 
-Times are taken off, on, off, on, … so that a clock that drifts or a neighbour that works meets both sides alike. The
-median of the rounds is the number, their spread the noise, and the verdict follows from these alone.
+Times are taken off, on, on, off, off, on, … so that a clock that drifts or a neighbour that works meets both sides alike.
+The median of the rounds is the number, their spread the noise, and the verdict follows from these alone.
 """
 
 import statistics
@@ -21,7 +21,6 @@ RATIO, DIFFERENCE = "off / on", "on - off"
 GAINS, NOTHING, COSTS, RAISES = "gains", "no difference", "costs", "raises"
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 95%, by pairs − 1
 TIME_RESOLUTION = 0.02  # a shorter gain than 2% of a time is none, however quiet the clock
-LOSS_RESOLUTION = 0.005  # nats a token
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def judge(
 ) -> Judgement:
     """Hold a difference against its noise.
 
-    "off / on": the ratio of the medians; its noise is the larger of the two sides' relative spreads, (max − min)/median.
+    "off / on": the ratio of the medians; its noise is both sides' relative spreads, (max − min)/median, added.
     "on - off": the mean of the paired differences; its noise is the half-width of their 95% interval by Student's t.
     A single number a side (bytes, a computed size) has no noise.
 
@@ -100,8 +99,8 @@ def judge(
     middle_off, middle_on = statistics.median(off), statistics.median(on)
     if compared == RATIO and middle_off > 0 and middle_on > 0:
         effect = middle_off / middle_on
-        noise = max((max(s) - min(s)) / m for s, m in ((off, middle_off), (on, middle_on)))
-        better = effect - 1
+        noise = sum((max(s) - min(s)) / m for s, m in ((off, middle_off), (on, middle_on)))
+        better = effect - 1 if effect > 1 else 1 - 1 / effect  # alike in both directions
     else:
         compared = DIFFERENCE  # a ratio of nothing is none
         pairs = [b - a for a, b in zip(off, on, strict=False)]
@@ -151,8 +150,8 @@ def compare_times(
     scale = (1e6 if measure.startswith("µs") else 1e3) / per_call
     sides = {"off": off, "on": on} | ({} if ours is None else {"ours": ours})
     taken: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side, run in sides.items():
+    for turn in range(rounds):
+        for side, run in list(sides.items())[:: -1 if turn % 2 else 1]:
             taken[side].append(scale * median_seconds(run, place.device, repeats))
     judged = judge(taken["off"], taken["on"], resolution=TIME_RESOLUTION)
     return _row(where, measure, judged, statistics.median(taken["ours"]) if ours else None)

@@ -46,7 +46,6 @@ def shard_lookup(place: Place) -> Iterator[Row]:
             lambda offsets=offsets, tokens=tokens: [bisect(offsets, t) for t in tokens],  # type: ignore[misc]  # likewise
             measure="µs a lookup",
             per_call=LOOKUPS,
-            rounds=3,
         )
     # 16 MB stand for a shard: what is read is one window
     shard = np.zeros(2**22, dtype=np.uint32)

@@ -1,7 +1,8 @@
 """OPT-17, OPT-18 and OPT-19: short trainings of a small model on this package's own text, one setting changed.
 
 The same seed gives both sides the same weights and the same batches; the seeds differ among themselves, and that is the
-noise. A run of a hundred steps says nothing about step 30,000.
+noise; a loss that differs by less than rounding moves it (`agreement.py`) is no difference. A run of a hundred steps says
+nothing about step 30,000.
 
 Shapes: B batch, T tokens, L layers, E experts.
 """
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gptoss.bench.agreement import BAND, STRETCH
 from gptoss.bench.passkey import HELD_OUT
 from gptoss.config import RunConfig, TrainingConfig, load_config
 from gptoss.inference.filler import read_filler
@@ -24,9 +26,8 @@ from gptoss.pretrained import load_pretrained
 from gptoss.training.assembly import assemble
 from gptoss.training.distributed import World
 
-from .reading import DIFFERENCE, LOSS_RESOLUTION, Place, Row, compare
+from .reading import DIFFERENCE, Place, Row, compare
 
-LAST = 20  # steps whose mean is the loss
 Prepare = Callable[[GPTOSS], None]
 
 
@@ -89,7 +90,7 @@ def train(place: Place, run: RunConfig, seed: int, prepare: Prepare | None = Non
     imbalance = load.shape[1] * (load.max(dim=1).values / load.sum(dim=1)).mean().item()
     del built
     gc.collect()
-    return Outcome(statistics.fmean(losses[-LAST:]), imbalance)
+    return Outcome(statistics.fmean(losses[-STRETCH:]), imbalance)
 
 
 def compare_runs(
@@ -111,11 +112,11 @@ def compare_runs(
     where = f"{sizes.steps} steps of {sizes.batch} x {sizes.length} tokens, {len(sizes.seeds)} seeds; {what}"  # fmt: skip
     yield compare(
         where,
-        "nats a token, last 20 steps",
+        f"nats a token, last {STRETCH} steps",
         [o.loss for o in off],
         [o.loss for o in on],
         compared=DIFFERENCE,
-        resolution=LOSS_RESOLUTION,
+        resolution=BAND,
     )
     if load:
         yield compare(

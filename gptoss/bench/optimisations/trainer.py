@@ -65,7 +65,7 @@ def checkpointing(place: Place) -> Iterator[Row]:
     """OPT-7: every third block's activations computed again, against all of them kept."""
     trainer = Trainer.of(place)
     where = trainer.name + ", eager"
-    row = compare_times(place, where, trainer.eager, lambda: trainer.eager(EVERY), rounds=3, repeats=3)  # fmt: skip
+    row = compare_times(place, where, trainer.eager, lambda: trainer.eager(EVERY), repeats=1)  # fmt: skip
     yield row
     yield from compare_peaks(place, where, trainer.eager, lambda: trainer.eager(EVERY))
 
@@ -79,7 +79,7 @@ def compilation(place: Place) -> Iterator[Row]:
         start = time.perf_counter()
         step()  # waits for its result
         first.append(time.perf_counter() - start)
-    row = compare_times(place, trainer.name, trainer.eager, trainer.step, rounds=3, repeats=3)
+    row = compare_times(place, trainer.name, trainer.eager, trainer.step, repeats=1)
     yield row
     yield from compare_peaks(place, trainer.name, trainer.eager, trainer.step)
     yield compare(trainer.name + ", the first one", "seconds", first[:1], first[1:])
@@ -124,7 +124,7 @@ def hardware_settings(place: Place) -> Iterator[Row]:
         lambda: wide_product(True),
     )
     yield compare(f"{product}, fp32, allow_tf32", "error against float64", errors[:1], errors[1:])
-    yield compare_times(place, trainer.name + ", eager, all switches", trainer.eager, switched_step, rounds=3, repeats=3)  # fmt: skip
+    yield compare_times(place, trainer.name + ", eager, all switches", trainer.eager, switched_step, repeats=1)  # fmt: skip
     if place.cuda:
         lt = [int("cublaslt" in str(library).lower()) for library in (before, after)]
         yield compare("PyTorch prefers cublasLt after the assignment", "1 yes, 0 no", lt[:1], lt[1:], compared=DIFFERENCE, higher_is_better=True)  # fmt: skip

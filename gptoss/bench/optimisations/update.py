@@ -59,9 +59,9 @@ def clipping(place: Place) -> Iterator[Row]:
         return nn.utils.clip_grad_norm_(tensors.apart, CLIP, foreach=foreach)
 
     ours = partial(gradient_norm, tensors.stacked)  # the update divides by it in its own kernel
-    row = compare_times(place, where, partial(clip, False), partial(clip, True), ours=ours, rounds=3, repeats=5)  # fmt: skip
+    row = compare_times(place, where, partial(clip, False), partial(clip, True), ours=ours, repeats=2)  # fmt: skip
     row["difference"] = float(f"{relative_error(clip(True), clip(False)):.2e}")
-    default = compare_times(place, where + ", off: PyTorch's default", partial(clip, None), partial(clip, True), rounds=3, repeats=5)  # fmt: skip
+    default = compare_times(place, where + ", off: PyTorch's default", partial(clip, None), partial(clip, True), repeats=2)  # fmt: skip
     yield row
     yield default
 
@@ -83,14 +83,13 @@ def adamw(place: Place) -> Iterator[Row]:
             sides[off],
             sides[on],
             ours=ours if off == "loop" else None,
-            rounds=3,
-            repeats=3,
+            repeats=2,
         )
         for off, on in (("loop", "foreach"), ("loop", "fused"), ("default", "fused"))
     ]
     together = f"{where}, foreach=True and fused=True"
     try:
-        yield compare_times(place, together, sides["loop"], step(foreach=True, fused=True), rounds=3, repeats=3)  # fmt: skip
+        yield compare_times(place, together, sides["loop"], step(foreach=True, fused=True), repeats=2)  # fmt: skip
     except RuntimeError as problem:
         yield raised(together, "ms", problem)
 
