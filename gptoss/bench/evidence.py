@@ -14,7 +14,7 @@ from typing import Any
 from gptoss.training.provenance import current_commit, machine, software
 
 EVIDENCE_FORMAT = 1
-CPU = "CPU"  # how `machine()` begins where there is no GPU
+CPU = "CPU"  # how `machine()` begins where no GPU was used
 REQUIRED = {
     "format": int,
     "name": str,
@@ -114,6 +114,7 @@ def make_evidence(
     convention: str = "",
     notes: Sequence[str] = (),
     commit: str | None = None,
+    on_cpu: bool = False,
 ) -> dict[str, Any]:
     """Put a table together with where it comes from.
 
@@ -126,6 +127,7 @@ def make_evidence(
         convention: how derived numbers are counted (FLOPs, percentages), if there are any.
         notes: what a reader must know beside the numbers.
         commit: the version of this package; asked of git unless given.
+        on_cpu: it was measured on the processor, whether there is a GPU or not.
 
     Raises:
         ValueError: a row has a key that `columns` does not explain.
@@ -135,7 +137,7 @@ def make_evidence(
         "name": name,
         "title": title,
         "date": date.today().isoformat(),
-        "machine": machine(),
+        "machine": machine(on_cpu),
         "software": software(),
         "commit": commit or current_commit(),
         "command": command,

@@ -9,9 +9,13 @@ from pathlib import Path
 import torch
 
 
-def machine() -> str:
-    """The device that was measured, in words: "one NVIDIA H200", "2 x NVIDIA H200" or the processor's kind."""
-    if torch.cuda.is_available():
+def machine(on_cpu: bool = False) -> str:
+    """The device that was measured, in words: "one NVIDIA H200", "2 x NVIDIA H200" or the processor's kind.
+
+    Args:
+        on_cpu: the work ran on the processor, whether there is a GPU or not.
+    """
+    if torch.cuda.is_available() and not on_cpu:
         count = torch.cuda.device_count()
         name = torch.cuda.get_device_name(0)
         return f"one {name}" if count == 1 else f"{count} x {name}"
