@@ -45,6 +45,11 @@ COLUMNS = {
     "error": "why there is no number",
 }
 CONVENTION = "FLOPs a token = 6 x active parameters + attention by visible pairs; attention's mask, softmax and AdamW count nothing"  # fmt: skip
+ROUNDS = {
+    "compile": 15,
+    "length": 5,
+    "experts": 7,
+}  # of each series, fewer where a round takes long
 SIDE = 1024  # of the square fp32 product that gives the rate
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm")
 
@@ -146,7 +151,7 @@ class _Timed:
 def measure(
     settings: Sequence[Setting] = SETTINGS,
     *,
-    rounds: int = 5,
+    rounds: int | None = None,
     command: str = "gptoss bench scaling",
     commit: str | None = None,
 ) -> dict[str, Any]:
@@ -157,7 +162,7 @@ def measure(
 
     Args:
         settings: what to run.
-        rounds: timed steps of each setting, an untimed one before each.
+        rounds: timed steps of each setting, an untimed one before each; `ROUNDS` when left out.
         command, commit: for the evidence file.
 
     Returns:
@@ -166,7 +171,11 @@ def measure(
     Raises:
         ValueError: no settings, a number of rounds, sequences or tokens below 1, or a setting that no model has.
     """
-    if rounds < 1 or not settings or any(one.batch < 1 or one.seq_len < 1 for one in settings):
+    if (
+        (rounds is not None and rounds < 1)
+        or not settings
+        or any(one.batch < 1 or one.seq_len < 1 for one in settings)
+    ):
         raise ValueError(f"expected settings, and rounds, batch and seq_len of at least 1, got rounds = {rounds} and {list(settings)}")  # fmt: skip
     run = load_config("tiny")
     for setting in settings:
@@ -174,7 +183,7 @@ def measure(
     rows, products = [], []
     for series in dict.fromkeys(setting.series for setting in settings):
         members = [setting for setting in settings if setting.series == series]
-        measured, seconds = _time_in_turn(members, run, rounds)
+        measured, seconds = _time_in_turn(members, run, rounds or ROUNDS[series])
         products += seconds
         rate = 2 * SIDE**3 / statistics.median(seconds)
         for setting, timed in zip(members, measured, strict=True):
@@ -184,8 +193,9 @@ def measure(
         del measured
         gc.collect()
     rate = 2 * SIDE**3 / statistics.median(products)
+    repeats = ", ".join(f"{rounds or count} ({series})" for series, count in ROUNDS.items())
     notes = [
-        f"{torch.get_num_threads()} threads, fp32; {rounds} timed steps of each setting, an untimed one before each, in turn within a series",
+        f"{torch.get_num_threads()} threads, fp32; each step is timed after an untimed one; timed steps of each setting: {repeats}",
         f"fp32 {SIDE}^3 product in this run: {rate / 1e9:.0f} GFLOP/s; floor_ms takes the median of its own series",
         "tokens are random; grouped_mm in fp32 runs on a CPU, but does not compile there",
     ]
