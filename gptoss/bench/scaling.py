@@ -45,11 +45,7 @@ COLUMNS = {
     "error": "why there is no number",
 }
 CONVENTION = "FLOPs a token = 6 x active parameters + attention by visible pairs; attention's mask, softmax and AdamW count nothing"  # fmt: skip
-ROUNDS = {
-    "compile": 15,
-    "length": 5,
-    "experts": 7,
-}  # of each series, fewer where a round takes long
+ROUNDS = {"compile": 15, "length": 5, "experts": 7}  # fewer where a round takes long
 SIDE = 1024  # of the square fp32 product that gives the rate
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm")
 
