@@ -106,6 +106,8 @@ def measure(
             found = {key: value for key, value in row.items() if key in COLUMNS}
             rounded = {k: round(v, 5) if isinstance(v, float) else v for k, v in found.items()}
             rows.append(what | rounded)
+            if "depth" not in rounded:
+                print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
 
     ask(BEST, HELD_OUT, lengths, trials)
     fewer = [length for length in lengths if length in FEWER] or lengths

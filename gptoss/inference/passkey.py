@@ -45,7 +45,7 @@ class PasskeyEvaluator:
         n_distractors: other keys with other names in the same prompt.
         n_near_misses: lines with the same name, another sentence and another number.
         rope: "auto", "plain" or "yarn", as in `generate`; "auto" decides for each length.
-        prefill_chunk: tokens that the model reads at once (tokens).
+        prefill_chunk: tokens that the model reads at once, of all rows together; `choose_chunk_size` when left out.
         batch_tokens: prompts of one length are read together while they hold at most this many tokens.
         seed: of names, keys and filler; a trial depends on the seed, its length and its number only.
 
@@ -65,7 +65,7 @@ class PasskeyEvaluator:
         n_distractors: int = 0,
         n_near_misses: int = 0,
         rope: str = "auto",
-        prefill_chunk: int = 4096,
+        prefill_chunk: int | None = None,
         batch_tokens: int = 65_536,
         seed: int = 42,
     ) -> None:
@@ -75,7 +75,7 @@ class PasskeyEvaluator:
             raise ValueError(
                 f"expected filler as (n,) token ids, got {filler.shape} of {filler.dtype}"
             )
-        if prefill_chunk < 1 or batch_tokens < 1:
+        if batch_tokens < 1 or (prefill_chunk is not None and prefill_chunk < 1):
             raise ValueError(
                 f"prefill_chunk and batch_tokens must be positive, got {prefill_chunk} and {batch_tokens}"
             )
@@ -237,7 +237,8 @@ class PasskeyEvaluator:
         cache = MixedKVCache.for_model(self.model, B, max_len=L - 1)
         head, tail = ids[:, : L - 1 - A], ids[:, L - 1 - A : -1]  # tail (B, A) predicts the last A
         if head.shape[1]:
-            prefill(self.model, head, cache, chunk_size=max(1, self.prefill_chunk // B))
+            chunk = self.prefill_chunk and max(1, self.prefill_chunk // B)
+            prefill(self.model, head, cache, chunk_size=chunk)
         logits, _ = self.model(tail, cache=cache)  # (B, A, V)
         best = logits.argmax(dim=-1)  # (B, A)
         losses = torch.nn.functional.cross_entropy(
