@@ -1,0 +1,40 @@
+"""Where the tokens come from."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class DataConfig:
+    """Where the tokens come from (chapter 13).
+
+    `train_data_path` is a directory of shards written by `gptoss prepare`; without one, `corpus` names a built-in text
+    ("stdlib": the Python standard library of the running interpreter) that is prepared once and cached.
+    `retrieval_share` of the training windows carry `retrieval_keys` named keys, `retrieval_near_misses` lines that look
+    like them, and `retrieval_questions` questions about the keys (chapter 16).
+    """
+
+    train_data_path: str | None = None
+    validation_data_path: str | None = None
+    corpus: str | None = "stdlib"
+    tokenizer: str | None = None
+    retrieval_share: float = 0.0
+    retrieval_keys: int = 8
+    retrieval_questions: int = 6
+    retrieval_near_misses: int = 0
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        def require(holds: bool, name: str, rule: str) -> None:
+            if not holds:
+                raise ValueError(f"DataConfig.{name} = {getattr(self, name)!r}: {rule}")
+
+        require(self.corpus in (None, "stdlib"), "corpus", 'must be "stdlib" or left out')
+        require(0 <= self.retrieval_share <= 1, "retrieval_share", "must lie in [0, 1]")
+        require(self.retrieval_keys > 0, "retrieval_keys", "must be positive")
+        require(
+            0 < self.retrieval_questions <= self.retrieval_keys,
+            "retrieval_questions",
+            "must be positive and at most retrieval_keys",
+        )
+        for name in ("retrieval_near_misses", "num_workers"):
+            require(getattr(self, name) >= 0, name, "must not be negative")
