@@ -173,6 +173,11 @@ check_band_pairs = Exercise(
             lambda T, W, t: _band(T, W, t, start=False),
         ),
         Mistake(
+            "the approximation",
+            "this is T·(t + W − 1), the chapter's approximation. Blocks near the start meet fewer keys, and so does a short last block.",
+            lambda T, W, t: T * (t + W - 1),
+        ),
+        Mistake(
             "visible pairs only",
             "these are the visible pairs. A block multiplies a rectangle, and part of it is masked afterwards.",
             lambda T, W, t: _band(T, W, 1),
