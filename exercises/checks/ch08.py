@@ -533,7 +533,7 @@ check_repaired_tables = Exercise(
         ),
         Mistake(
             "float32 angles",
-            "better, but a float32 angle near 131,071 is still off by up to thousandths of a radian. These angles are few.",
+            "better, but a float32 angle near 131,071 is still off by up to thousandths of a radian. These angles are few: float64 costs nothing.",
             partial(_tables, angles=torch.float32),
         ),
         Mistake(
