@@ -27,12 +27,22 @@ COLUMNS = {
     "validation_loss": "loss on held-out text in nats a token",
     "bits_per_byte": "the same in bits a byte of text",
     "sample": "what the model wrote at this step",
+    "training_tokens": "tokens of the training text",
+    "training_bytes": "bytes of the training text",
+    "held_out_tokens": "tokens of the held-out text",
+    "held_out_bytes": "bytes of the held-out text",
+    "counting_loss": "held-out loss of a model that knows only how often each token occurs, in nats a token",
+    "forecast_tokens_per_s": "rate by which the run foretold its end, after its first steps",
 }
 START = "start"
+KNOWN_AT_START = (
+    *("training_tokens", "training_bytes", "held_out_tokens", "held_out_bytes"),
+    "counting_loss",
+)
 
 
 def read_run(directory: Path, name: str, title: str, command: str) -> dict[str, Any]:
-    """Turn a run's journal into evidence: one row a logged interval, validation and samples at their step.
+    """Turn a run's journal into evidence: what was known at the start, one row a logged interval, validation and samples.
 
     Args:
         directory: the run's save_dir.
@@ -57,6 +67,8 @@ def read_run(directory: Path, name: str, title: str, command: str) -> dict[str, 
         )
     made = starts[-1]
     rows: dict[int, dict[str, Any]] = {}
+    if known := {name: _rounded(starts[0][name]) for name in KNOWN_AT_START if name in starts[0]}:
+        rows[starts[0]["step"]] = {"step": starts[0]["step"]} | known
     losses: list[float] = []
     norms: list[float] = []
     for record in records:
@@ -73,6 +85,9 @@ def read_run(directory: Path, name: str, title: str, command: str) -> dict[str, 
             row["validation_loss"] = round(record["loss"], 5)
             if "bits_per_byte" in record:
                 row["bits_per_byte"] = round(record["bits_per_byte"], 5)
+        elif kind == "forecast" and starts[0]["step"] in rows:
+            first = rows[starts[0]["step"]]
+            first.setdefault("forecast_tokens_per_s", round(record["tokens_per_second"]))
         elif kind == "sample":
             rows.setdefault(step, {"step": step})["sample"] = record["text"]
     for row in rows.values():
@@ -93,6 +108,10 @@ def read_run(directory: Path, name: str, title: str, command: str) -> dict[str, 
     }
     check_evidence(evidence, name)
     return json.loads(json.dumps(evidence))
+
+
+def _rounded(value: float | int) -> float | int:
+    return round(value, 5) if isinstance(value, float) else value
 
 
 def _interval(

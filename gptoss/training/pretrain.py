@@ -161,7 +161,7 @@ def _run(
             directory.mkdir(parents=True, exist_ok=True)
             write_description(directory, run, tokenizer)
         stack.callback(reporter.close)
-        reporter.open()
+        reporter.open(**ready.data.sizes(), counting_loss=validator.unigram_loss)
         if ready.resumes:
             reporter.say(f"[resume] going on from step {first} in {directory}")
         done = trainer.train(last)

@@ -68,8 +68,8 @@ class Reporter:
         self._began = time.perf_counter()
         self._mark: tuple[int, float] | None = None
 
-    def open(self) -> None:
-        """Start the bar, the journal and the trackers; the directory exists."""
+    def open(self, **known: Any) -> None:
+        """Start the bar, the journal and the trackers; the directory exists. `known` joins the journal's first line."""
         directory = Path(self.run.training.save_dir)
         if self.world.is_main:
             self._journal = Journal(directory / JOURNAL_FILE, self.first_step)
@@ -88,6 +88,7 @@ class Reporter:
                 software=software(),
                 commit=current_commit(),
                 tokens_per_step=self.batch.tokens_per_step,
+                **known,
             )
         self.bar.__enter__()
         self.logger.restart()
@@ -187,4 +188,5 @@ class Reporter:
             gpus = self.world.size if self.world.device.type == "cuda" else 0
             left = self.run.training.total_steps - step
             self.say(forecast(left, seconds, self.batch.tokens_per_step, gpus))
+            self.event("forecast", step, tokens_per_second=self.batch.tokens_per_step / seconds)
             self._mark = None

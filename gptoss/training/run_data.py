@@ -25,6 +25,20 @@ class RunData:
     validation: PretrainDataset
     tokenizer: Tokenizer | None
 
+    def sizes(self) -> dict[str, int]:
+        """How much text there is: tokens to train on and held out, and their bytes where the shards know them."""
+        found: dict[str, int] = {}
+        for name, dataset in (("training", self.train), ("held_out", self.validation)):
+            if isinstance(
+                dataset, FirstWindows | LastWindows
+            ):  # a share of one folder, cut by windows
+                found[f"{name}_tokens"] = len(dataset) * dataset.max_seq_len
+                continue
+            found[f"{name}_tokens"] = dataset.manifest.total_tokens
+            if dataset.manifest.text_bytes:
+                found[f"{name}_bytes"] = dataset.manifest.text_bytes
+        return found
+
 
 class FirstWindows(PretrainDataset):
     """A dataset without its last windows, which another holds out."""

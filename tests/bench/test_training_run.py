@@ -49,3 +49,17 @@ def test_a_run_that_does_not_say_where_it_was_made_is_refused(tmp_path: Path) ->
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="save_dir"):
         read_run(tmp_path, "training_x", "a run", "gptoss pretrain")
+
+
+def test_what_the_run_knew_of_its_text_is_the_first_row(tmp_path: Path) -> None:
+    known = {
+        "training_tokens": 900,
+        "held_out_tokens": 90,
+        "held_out_bytes": 300,
+        "counting_loss": 7.25,
+    }
+    forecast = {"event": "forecast", "step": 1, "tokens_per_second": 9.6}
+    write(tmp_path, [START | known, step(1, 4.0, tokens_per_second=10.0, seconds=20.0), forecast])
+    first, second = read_run(tmp_path, "training_x", "a run", "gptoss pretrain")["rows"]
+    assert first == {"step": 0, "tokens": 0, "forecast_tokens_per_s": 10} | known
+    assert "counting_loss" not in second
