@@ -4,26 +4,19 @@
 hold the same sequences in all three, so the losses must agree too: only the order of sums differs.
 
 A launch ends with a checkpoint, 6 GB for the production model. It lies in the temporary folder (TMPDIR names another)
-and goes with the launch.
+and goes with the launch. Whatever stops the comparison, Ctrl-C or a signal, ends the launch first.
 """
 
 import math
-import os
-import re
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gptoss.bench.evidence import make_evidence
+from gptoss.bench.launch import Engine, launch
 from gptoss.config import RunConfig, load_config
-from gptoss.training.journal import read_journal
-from gptoss.training.reporter import JOURNAL_FILE
 
 COLUMNS = {
     "who": "how the processes share the model",
@@ -43,15 +36,6 @@ CONVENTION = (
     "losses by step; time of saving and validation is left out"
 )
 INTERVALS = 8  # log lines of a launch
-EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*(\w*(?:Error|Exception|Stopped)))(?::\s*(.*))?")  # fmt: skip
-
-
-class Engine(NamedTuple):
-    """A way to launch: its name in the table, processes, and the setting `training.parallel`."""
-
-    who: str
-    processes: int
-    parallel: str
 
 
 def engines_of(processes: int) -> tuple[Engine, ...]:
@@ -123,8 +107,12 @@ def compare_engines(
             losses = [r["loss"] for r in records if "event" not in r]
             if len(losses) != steps:
                 raise RuntimeError(f"it ended after {len(losses)} of {steps} steps")
-        except RuntimeError as problem:  # the reason is the row; the others still run
-            row["error"] = str(problem)
+        except (
+            RuntimeError,
+            ValueError,
+            OSError,
+        ) as problem:  # the reason is the row; the others still run
+            row["error"] = " ".join(str(problem).split())
         else:
             row |= _measured(records)
             if engine.processes == 1:
@@ -164,45 +152,6 @@ def check_shares(run: RunConfig, processes: int) -> None:
             f"training.gradient_accumulation_steps = {micro_steps} does not divide among {processes} processes; "
             f"set a multiple of {processes}"
         )
-
-
-def launch(engine: Engine, config: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Start `gptoss pretrain` as a user does, in a folder that goes with it, and read what its journal says.
-
-    Raises:
-        RuntimeError: the run failed; the reason in one line.
-    """
-    start = [sys.executable, "-m"]
-    if engine.processes > 1:
-        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(engine.processes), "-m"]  # fmt: skip
-    # Every process must say why it failed (--traceback): the first that fails ends the others, the main one too.
-    start += ["gptoss", "pretrain", "--quiet", "--traceback", "--config", config]
-    with tempfile.TemporaryDirectory(prefix="gptoss-parallel-") as folder:
-        told = [*overrides, f"training.parallel={engine.parallel}", f"training.save_dir={folder}"]
-        done = subprocess.run(
-            [*start, *(word for override in told for word in ("--set", override))],
-            capture_output=True, text=True, errors="replace",
-            env={"OMP_NUM_THREADS": "1"} | os.environ,  # torchrun's own default, for one process too
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"exit code {done.returncode}: {reason_in(done.stderr)}")
-        return read_journal(Path(folder) / JOURNAL_FILE)
-
-
-def reason_in(stderr: str) -> str:
-    """The line of standard error that says why a launch failed.
-
-    The first exception of any process, since the others follow from it; without one, the signal that ended a process,
-    as torchrun reports it; else the last line.
-    """
-    lines = [line.strip() for line in stderr.splitlines() if line.strip(" =-")]
-    for line in lines:
-        found = EXCEPTION.fullmatch(line)
-        if found and found[2] != "ChildFailedError":  # torchrun's own, which says nothing
-            said = found[3] or found[1]
-            return (said if found[2] == "ValueError" else line)[:300]
-    signals = [line for line in lines if "Signal" in line and "received" in line]
-    return (signals or lines[-1:] or ["nothing on standard error"])[0][:300]
 
 
 def _settings(run: RunConfig, steps: int) -> list[str]:

@@ -1,15 +1,22 @@
 """One process against two over gloo: equal losses and tokens, speed from the journal, and launches that fail say why."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from small_run import SMALL_MODEL, SMALL_TRAINING, write_shards
 
 from gptoss.bench import parallel
 from gptoss.bench.evidence import check_evidence
-from gptoss.bench.parallel import Engine, compare_engines, engines_of, reason_in
+from gptoss.bench.launch import Engine, reason_in
+from gptoss.bench.parallel import compare_engines, engines_of
 from gptoss.cli import main
 
 TRAINING = SMALL_TRAINING | {"micro_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -130,6 +137,18 @@ def test_a_failed_first_launch_leaves_nothing_to_hold_against(config, monkeypatc
     assert not {"against", "apart"} & set(rows["DDP"])
 
 
+def test_a_launch_whose_files_fail_is_a_row_too(config, monkeypatch):
+    def fake(engine: Engine, config: str, told: list[str]) -> list[dict]:
+        if engine.parallel == "fsdp2":
+            raise OSError("no space\nleft")
+        return journal([1.0, 1.0], {1: 1.0, 2: 1.0})
+
+    monkeypatch.setattr(parallel, "launch", fake)
+    rows = rows_of(compare_engines(config, steps=2, processes=2, commit="test"))
+    assert rows["FSDP2"]["error"] == "no space left"
+    assert rows["DDP"]["against"] == 1
+
+
 def test_a_launch_that_was_stopped_early_is_no_measurement(config, monkeypatch):
     monkeypatch.setattr(parallel, "launch", lambda *_: journal([1.0], {1: 1.0}))
     with pytest.raises(ValueError, match="no launch ended: one process: it ended after 1 of 8"):
@@ -178,3 +197,38 @@ def test_nothing_stays_in_the_temporary_folder(config, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="exit code"):
         parallel.launch(Engine("one process", 1, "fsdp3"), config, [])
     assert list(Path(tmp_path).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "processes", "end"),
+    [(signal.SIGTERM, 1, ""), (signal.SIGINT, 2, "KeyboardInterrupt")],
+)
+def test_whoever_ends_the_comparison_ends_the_launch(config, tmp_path, number, processes, end):
+    """The signal reaches the starter alone, as `kill PID` sends it; a run without end must not stay behind."""
+    told = ["training.total_steps=1000000", "training.save_interval=1000000", "training.validation_interval=0"]  # fmt: skip
+    script = f"from gptoss.bench.parallel import Engine, launch; launch(Engine('x', {processes}, 'ddp'), {config!r}, {told!r})"
+    starter = subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def launched() -> list[psutil.Process]:
+        of_all = psutil.process_iter(["cmdline"])
+        return [p for p in of_all if any(str(tmp_path) in word for word in p.info["cmdline"] or ())]
+
+    until = time.monotonic() + 120
+    while not any(path.read_bytes().count(b"\n") > 3 for path in tmp_path.glob("gptoss-*/metrics.jsonl")):  # fmt: skip
+        assert starter.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    try:
+        starter.send_signal(number)
+        said = starter.communicate(timeout=60)[1]
+        assert starter.returncode
+        assert said.split()[-1:] == end.split()
+        psutil.wait_procs(launched(), timeout=2)
+        assert launched() == []
+        assert list(tmp_path.glob("gptoss-*")) == []
+    finally:
+        for process in launched():
+            process.kill()
