@@ -11,6 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from gptoss.training.atomic import write_atomically
 from gptoss.training.provenance import current_commit, machine, software
 
 EVIDENCE_FORMAT = 1
@@ -50,7 +51,10 @@ def prepare_folder(folder: Path | None) -> Path:
         OSError: it cannot be made, is a file or cannot be written.
     """
     if folder is None:
-        folder = evidence_folder()
+        try:
+            folder = evidence_folder()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}: name a folder for the evidence (--out)") from error
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file: name a folder for the evidence")
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,8 +79,18 @@ def load_evidence(name: str, folder: Path | None = None) -> dict[str, Any]:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob("*.json"))) or "none yet"
         raise FileNotFoundError(f"no evidence {name!r} in {folder}; there is: {known}")
-    evidence = json.loads(path.read_text())
+    evidence = _read(path)
     check_evidence(evidence, path.stem)
+    return evidence
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        evidence = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); restore it") from error
+    if not isinstance(evidence, dict):
+        raise ValueError(f"{path}: not evidence, but a {type(evidence).__name__}; restore it")
     return evidence
 
 
@@ -154,14 +168,15 @@ def write_evidence(evidence: dict[str, Any], folder: Path) -> Path:
     """Write an evidence file whole or not at all, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{evidence['name']}.json"
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_text(json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
-    os.replace(temporary, path)
+    text = json.dumps(evidence, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda staged: staged.write_bytes(text.encode()))
     return path
 
 
 def keep_evidence(evidence: dict[str, Any], folder: Path, *, replace: bool) -> str:
     """Write evidence, unless that would put a CPU's numbers in the place of a GPU's; returns a line that says which.
+
+    A file that cannot be read may hold a GPU's.
 
     Args:
         evidence: to write.
@@ -170,7 +185,10 @@ def keep_evidence(evidence: dict[str, Any], folder: Path, *, replace: bool) -> s
     """
     path = folder / f"{evidence['name']}.json"
     if not replace and path.is_file() and evidence["machine"].startswith(CPU):
-        there = json.loads(path.read_text()).get("machine", "")
+        try:
+            there = str(_read(path).get("machine"))
+        except ValueError as problem:
+            return f"not written: {problem}, or --out FOLDER keeps this table elsewhere"
         if not there.startswith(CPU):
             return f"not written: {path} was measured on {there}; --out FOLDER keeps this table elsewhere"
     return f"written: {write_evidence(evidence, folder)}"

@@ -86,7 +86,11 @@ def load_config(name_or_path: str | Path, overrides: Iterable[str] = ()) -> RunC
     name = str(name_or_path)
     path = Path(name)
     if name in list_configs():
-        text = resources.files("gptoss").joinpath("configs", f"{name}.yaml").read_text()
+        text = (
+            resources.files("gptoss")
+            .joinpath("configs", f"{name}.yaml")
+            .read_text(encoding="utf-8")
+        )
     elif path.is_file():
         try:
             text = path.read_text(encoding="utf-8")

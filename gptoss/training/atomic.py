@@ -24,7 +24,7 @@ class FileRecord:
     sha256: str
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> FileRecord:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> FileRecord:
     """Write a file so that its name never shows a part of it.
 
     Args:

@@ -1,5 +1,8 @@
 import copy
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +100,45 @@ def test_the_table_says_where_it_comes_from() -> None:
     assert "abc1234" in text
     assert "them  -" in text
     assert text.startswith("How fast\nwho   ms\n")
+
+
+@pytest.mark.parametrize("there", [b"", b"<<<<<<< HEAD", b"[]", b"\xff", b'{"machine": 3}'])
+def test_a_damaged_file_is_named_and_stays(tmp_path: Path, there: bytes) -> None:
+    """It may be a GPU's, as with the marks of a merge in it."""
+    path = tmp_path / "speed.json"
+    path.write_bytes(there)
+    with pytest.raises(ValueError, match="speed"):
+        load_evidence("speed", tmp_path)
+    line = keep_evidence(table() | {"machine": "CPU, 2 cores"}, tmp_path, replace=False)
+    assert line.startswith("not written: ")
+    assert "speed.json" in line
+    assert path.read_bytes() == there
+    assert keep_evidence(table(), tmp_path, replace=True).startswith("written")
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "speed.json").mkdir()
+    with pytest.raises(OSError, match=r"speed\.json"):
+        write_evidence(table(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]
+
+
+def test_a_package_without_its_book_asks_for_a_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("gptoss.bench.evidence.__file__", str(tmp_path / "a" / "b" / "c.py"))
+    with pytest.raises(FileNotFoundError, match=r"book/evidence is missing.*--out"):
+        prepare_folder(None)
+
+
+def test_files_are_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    script = (
+        "from gptoss.bench import evidence, kv_cache; from gptoss.config import list_configs, load_config; import sys\n"
+        "for name in list_configs(): load_config(name)\n"
+        "evidence.write_evidence(kv_cache.measure(), evidence.prepare_folder(evidence.Path(sys.argv[1])))\n"
+        "evidence.load_evidence('kv_cache', evidence.Path(sys.argv[1]))"
+    )
+    odd = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # what is left is ASCII
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env=os.environ | odd, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "·" in (tmp_path / "kv_cache.json").read_text(encoding="utf-8")
