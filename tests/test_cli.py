@@ -441,6 +441,53 @@ def test_a_table_that_fails_does_not_lose_the_others(capsys, monkeypatch, tmp_pa
     assert "not measured: head (no such kernel)" in problem
 
 
+def test_a_table_that_cannot_be_kept_does_not_lose_the_others(capsys, monkeypatch, tmp_path):
+    from gptoss.bench import head, kv_cache
+
+    released = []
+    monkeypatch.setattr("gptoss.bench.release.release_memory", lambda: released.append(1))
+    for module, name in ((head, "head"), (kv_cache, "kv_cache")):
+        monkeypatch.setattr(module, "measure", lambda name=name, **_: {**_TABLE, "name": name})
+    (tmp_path / "head.json").mkdir()
+    code, _, problem = run(capsys, "bench", "head", "kv_cache", "--out", tmp_path)
+    assert code == 1
+    assert "not measured: head (" in problem
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head.json", "kv_cache.json"]
+    assert len(released) == 2  # a table that failed holds memory too
+
+
+def test_ctrl_c_says_which_tables_there_are_not(capsys, monkeypatch, tmp_path):
+    from gptoss.bench import head, kv_cache, memory
+
+    def breaks(**_):
+        raise RuntimeError("no such kernel")
+
+    def leaves(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(head, "measure", breaks)
+    monkeypatch.setattr(kv_cache, "measure", lambda **_: {**_TABLE, "name": "kv_cache"})
+    monkeypatch.setattr(memory, "measure", leaves)
+    code, _, problem = run(capsys, "bench", "head", "kv_cache", "memory", "roofline", "--out", tmp_path)  # fmt: skip
+    assert code == 130
+    assert problem == "not measured: head (no such kernel); memory (Ctrl-C); roofline\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["kv_cache.json"]
+
+
+@pytest.mark.parametrize("command", ["experiment", "parallel"])
+def test_ctrl_c_is_one_line(capsys, monkeypatch, tmp_path, command):
+    def leaves(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gptoss.bench.long_context.experiment", leaves)
+    monkeypatch.setattr("gptoss.bench.parallel.compare_engines", leaves)
+    folder = [tmp_path] if command == "experiment" else []
+    code, _, problem = run(capsys, command, *folder, "--out", tmp_path)
+    assert code == 130
+    assert problem.startswith("left; ")
+    assert len(problem.splitlines()) == 1
+
+
 def test_all_leaves_out_the_tables_that_have_their_own_command(capsys, monkeypatch, tmp_path):
     from gptoss.bench import head, kv_cache
     from gptoss.cli import recording

@@ -26,9 +26,6 @@ def bench(
     ] = None,
 ) -> None:
     """Measure a table of the book, print it with its machine and software, and keep it as evidence."""
-    import importlib
-    import time
-
     import torch
 
     from gptoss.bench import evidence
@@ -49,24 +46,37 @@ def bench(
             raise ValueError(f"no table {name!r}; there is: {', '.join(known)}")
     folder = evidence.prepare_folder(out)
     failed = []
-    for name in tables:
-        start = time.monotonic()
-        module = importlib.import_module(f"gptoss.bench.{name.replace('-', '_')}")
+    code = 1
+    for place, name in enumerate(tables):
         try:
-            measured = module.measure(command=f"gptoss bench {name}")
+            _measure(name, folder, replace=out is not None)
+        except KeyboardInterrupt:
+            failed += [f"{name} (Ctrl-C)", *tables[place + 1 :]]
+            code = 130
+            break
         except Exception as error:  # the other tables still run; this one is named at the end
             if len(tables) == 1:
                 raise
             failed.append(f"{name} ({' '.join(str(error).split()) or type(error).__name__})")
-            continue
-        print(evidence.format_table(measured))
-        print(evidence.keep_evidence(measured, folder, replace=out is not None))
-        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
-        del measured, module
         release_memory()
     if failed:
         print("not measured: " + "; ".join(failed), file=sys.stderr)
-        raise typer.Exit(1)
+        raise typer.Exit(code)
+
+
+def _measure(name: str, folder: Path, replace: bool) -> None:
+    """One table: measured, printed and kept."""
+    import importlib
+    import time
+
+    from gptoss.bench import evidence
+
+    start = time.monotonic()
+    module = importlib.import_module(f"gptoss.bench.{name.replace('-', '_')}")
+    measured = module.measure(command=f"gptoss bench {name}")
+    print(evidence.format_table(measured))
+    print(evidence.keep_evidence(measured, folder, replace=replace))
+    print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 @app.command()
@@ -102,16 +112,20 @@ def experiment(
     command = f"gptoss experiment {folder} --config {config} --steps {steps} --trials {trials}"
     for option, values in (("--set", overrides), ("--arm", arm), ("--length", length)):
         command += "".join(f" {option} {value}" for value in values or ())
-    table = long_context.experiment(
-        folder,
-        [parse_arm(name) for name in names],
-        config=config,
-        overrides=overrides or (),
-        steps=steps,
-        trials=trials,
-        lengths=lengths,
-        command=command,
-    )
+    try:
+        table = long_context.experiment(
+            folder,
+            [parse_arm(name) for name in names],
+            config=config,
+            overrides=overrides or (),
+            steps=steps,
+            trials=trials,
+            lengths=lengths,
+            command=command,
+        )
+    except KeyboardInterrupt:
+        print(f"left; {folder} keeps what is done, and the same command goes on", file=sys.stderr)
+        raise typer.Exit(130) from None
     print(evidence.format_table(table))
     print(evidence.keep_evidence(table, target, replace=out is not None))
 
@@ -149,9 +163,13 @@ def parallel(
     command += f" --steps {steps}"
     if processes is not None:
         command += f" --processes {processes}"
-    table = compare_engines(
-        config, overrides or (), steps=steps, processes=processes, command=command
-    )
+    try:
+        table = compare_engines(
+            config, overrides or (), steps=steps, processes=processes, command=command
+        )
+    except KeyboardInterrupt:
+        print("left; the launch was ended, and nothing is written", file=sys.stderr)
+        raise typer.Exit(130) from None
     print(evidence.format_table(table))
     print(evidence.keep_evidence(table, folder, replace=out is not None))
     failed = [row["who"] for row in table["rows"] if "error" in row]
