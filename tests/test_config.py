@@ -20,6 +20,7 @@ DOCUMENTS = {"yarn_layers": "all", "yarn_mscale_pruned": False}
         ("training.rope=auto", "TrainingConfig.rope = 'auto': must be one of plain, yarn"),
         ("training.total_steps=.inf", "TrainingConfig.total_steps = inf: expected int"),
         ("training.total_steps=.nan", "TrainingConfig.total_steps = nan: expected int"),
+        ("training.seed=-1", "TrainingConfig.seed = -1: must lie in 0 to 4294967295"),
         ("training.lr=.nan", "TrainingConfig.lr = nan: must be positive"),
         ("training.lr=[1", "override 'training.lr=.1': not valid YAML"),
         ("model.n_layers=: :", "override 'model.n_layers=: :': not valid YAML"),

@@ -4,12 +4,13 @@ It says where it was made too: arms are made on one machine, or on several, and 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from gptoss.config import RunConfig
+from gptoss.training.atomic import write_atomically
 from gptoss.training.provenance import current_commit, machine, software
 
 MADE = {"date": str, "machine": str, "software": dict, "commit": str}
@@ -36,24 +37,39 @@ def require_same(place: Path, there: dict[str, Any], here: dict[str, Any]) -> No
             )
 
 
-def read_result(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+def read_result(
+    path: Path, asked: dict[str, Any], columns: Container[str]
+) -> dict[str, Any] | None:
     """An arm's result, None where it has none yet.
+
+    Args:
+        path: of the file.
+        asked: `settings_of` what is asked for now.
+        columns: keys that a row of it may have.
 
     Raises:
         ValueError: the file is damaged, does not say where it was made, or was made with other settings.
     """
-    if not path.is_file():
+    if not path.exists():
         return None
+    if not path.is_file():
+        raise ValueError(f"{path}: not a file; delete it or name another folder")
     try:
-        result = json.loads(path.read_text())
+        result = json.loads(path.read_text(encoding="utf-8"))
         there = settings_of(
             RunConfig.from_saved(result["run"]), result["lengths"], result["trials"]
         )
         made = result.get("made")
         if made is not None:
             date.fromisoformat(made["date"])
+        if not isinstance(result["tokens_per_step"], int) or not result["rows"]:
+            raise ValueError("no rows, or no number of tokens")
+        for column in {column for row in result["rows"] for column in dict(row)}:
+            if column not in columns:
+                raise ValueError(f"column {column!r} has no meaning here")
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a result of this experiment ({error}); delete it") from error
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: not a result of this experiment ({what}); delete it") from error
     if made is None or not all(isinstance(made.get(key), kind) for key, kind in MADE.items()):
         raise ValueError(
             f"{path}: does not say on which machine and at which commit it was made; delete it, and the same command "
@@ -87,9 +103,7 @@ def write_result(
     }
     settings = {"run": run.to_dict(), "lengths": list(lengths), "trials": trials}
     result = {"made": made} | settings | found
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(result))
-    partial.replace(path)
+    write_atomically(path, lambda staged: staged.write_bytes(json.dumps(result).encode()))
     return result
 
 

@@ -42,7 +42,7 @@ def parse_arm(name: str) -> Arm:
     rope, _, rest = name.partition("-")
     pruned, _, rest = rest.partition("-")
     sinks, _, seed = rest.partition("-")
-    if rope not in ROPE_MODES or pruned not in PRUNED or sinks not in SINKS or not seed.isdigit():
+    if rope not in ROPE_MODES or pruned not in PRUNED or sinks not in SINKS or not seed.isdecimal():
         raise ValueError(
             f"arm {name!r}: expected plain|yarn-pruned|whole-sinks|bare-SEED, as in {DOCUMENTS.name}"
         )

@@ -145,11 +145,13 @@ def check_reading(run: RunConfig, lengths: Sequence[int], trials: int) -> None:
     """Refuse before the training what could not be read after it.
 
     Raises:
-        ValueError: no length or trial, a length that the model or the text does not reach or that is too short for a
-            question, or text without a tokenizer.
+        ValueError: no length or trial, a length twice, one that the model or the text does not reach or that is too
+            short for a question, or text without a tokenizer.
     """
     if not lengths or trials < 1:
         raise ValueError(f"expected lengths and trials >= 1, got {list(lengths)} and {trials}")
+    if min(lengths) < 1 or len(set(lengths)) < len(lengths):
+        raise ValueError(f"lengths {list(lengths)}: expected positive ones, each once")
     if max(lengths) > run.model.eval_max_seq_len:
         raise ValueError(
             f"length {max(lengths)} exceeds eval_max_seq_len = {run.model.eval_max_seq_len}; ask for shorter ones"
@@ -194,10 +196,12 @@ def experiment(
     runs = {arm: configure(base, arm, steps, folder) for arm in arms}
     if not runs:
         raise ValueError("expected at least one arm")
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file: name a folder for checkpoints and results")
     results = {}
     for arm, run in runs.items():
         asked = settings_of(run, lengths, trials)
-        results[arm] = read_result(folder / f"{arm.name}.json", asked)
+        results[arm] = read_result(folder / f"{arm.name}.json", asked, COLUMNS)
         begun = Path(run.training.save_dir) / CONFIG_FILE
         if results[arm] is None and begun.is_file():
             there = settings_of(read_run_config(begun), lengths, trials)

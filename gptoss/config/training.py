@@ -61,6 +61,7 @@ class TrainingConfig:
             *("keep_last", "validation_interval", "validation_batches", "sample_interval"),
         ):
             require(getattr(self, name) >= 0, name, "must not be negative")
+        require(0 <= self.seed < 2**32, "seed", "must lie in 0 to 4294967295")
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "must lie in [0, 1]")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, name, "must lie in [0, 1)")

@@ -274,9 +274,49 @@ def test_a_damaged_result_is_named(config, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rows": None}, "no rows"),
+        ({"rows": []}, "no rows"),
+        ({"rows": [1]}, "not iterable"),
+        ({"rows": [{"colour": 1}]}, "column 'colour' has no meaning"),
+        ({"tokens_per_step": "x"}, "no number of tokens"),
+    ],
+)
+def test_a_result_without_its_content_is_named_before_training(
+    config, done, trainings, change, words
+):
+    path = done / f"{FIRST.name}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=rf"{FIRST.name}.json: .*{words}.*delete it"):
+        ask(done, config)
+    whole = json.loads(path.read_text())
+    del whole[next(iter(change))]
+    path.write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=rf"{FIRST.name}.json: .*is missing.*delete it"):
+        ask(done, config)
+    assert trainings == []
+
+
+def test_a_folder_where_a_result_should_be_is_refused_before_training(config, tmp_path, trainings):
+    (tmp_path / f"{FIRST.name}.json").mkdir()
+    with pytest.raises(ValueError, match=rf"{FIRST.name}.json: not a file"):
+        ask(tmp_path, config)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(NotADirectoryError, match="is a file: name a folder"):
+        ask(file, config)
+    assert trainings == []
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"steps": 0}, "steps"),
+        ({"lengths": (80, 80)}, "each once"),
+        ({"lengths": (-5,)}, "positive"),
+        ({"lengths": (80, 0)}, "positive"),
+        ({"arms": (FIRST, FIRST._replace(seed=2**32))}, "seed = 4294967296: must lie in"),
         ({"trials": 0}, "trials"),
         ({"lengths": ()}, "length"),
         ({"lengths": (80, 129)}, "eval_max_seq_len = 128"),
@@ -321,7 +361,7 @@ def test_held_out_text_is_read_in_its_own_dtype(config, tmp_path):
     assert text.tolist() == list(range(69_000, 69_129))
 
 
-@pytest.mark.parametrize("name", ["plain", "rope-pruned-sinks-1", "plain-pruned-sinks-", "plain-bare-sinks-1", "yarn-whole-pruned-1"])  # fmt: skip
+@pytest.mark.parametrize("name", ["plain", "rope-pruned-sinks-1", "plain-pruned-sinks-", "plain-bare-sinks-1", "yarn-whole-pruned-1", "plain-pruned-sinks-²"])  # fmt: skip
 def test_a_name_of_another_form_is_refused(name):
     with pytest.raises(ValueError, match="as in yarn-pruned-sinks-1337"):
         parse_arm(name)
