@@ -54,21 +54,37 @@ def read_run(directory: Path, name: str, title: str, command: str) -> dict[str, 
 
     Raises:
         FileNotFoundError: no journal there.
-        ValueError: the journal does not say where it was made, or holds no logged step.
+        ValueError: the journal does not say where it was made, holds no logged step, or is damaged.
     """
     path = directory / JOURNAL_FILE
     records = read_journal(path)
     if not records:
         raise FileNotFoundError(f"{path} is missing or empty; name a run's save_dir")
+    try:
+        evidence = _evidence_of(path, records, name, title, command)
+    except (KeyError, TypeError) as error:
+        what = f"{error} is missing in a line" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: not the journal of a run ({what}); restore it") from error
+    check_evidence(evidence, name)
+    return json.loads(json.dumps(evidence))
+
+
+def _evidence_of(
+    path: Path, records: list[dict[str, Any]], name: str, title: str, command: str
+) -> dict[str, Any]:
     starts = [r for r in records if r.get("event") == START]
     if not starts:
         raise ValueError(
             f"{path} does not say on which machine it was made; runs from before that line cannot be recorded"
         )
     made = starts[-1]
+    began = starts[0]["step"]
     rows: dict[int, dict[str, Any]] = {}
-    if known := {name: _rounded(starts[0][name]) for name in KNOWN_AT_START if name in starts[0]}:
-        rows[starts[0]["step"]] = {"step": starts[0]["step"]} | known
+    # The last start that knows its text: the first may come from an older version, or from other text before step 1.
+    telling = [start for start in starts if any(key in start for key in KNOWN_AT_START)]
+    if telling:
+        known = {key: _rounded(telling[-1][key]) for key in KNOWN_AT_START if key in telling[-1]}
+        rows[began] = {"step": began} | known
     losses: list[float] = []
     norms: list[float] = []
     for record in records:
@@ -85,14 +101,15 @@ def read_run(directory: Path, name: str, title: str, command: str) -> dict[str, 
             row["validation_loss"] = round(record["loss"], 5)
             if "bits_per_byte" in record:
                 row["bits_per_byte"] = round(record["bits_per_byte"], 5)
-        elif kind == "forecast" and starts[0]["step"] in rows:
-            first = rows[starts[0]["step"]]
-            first.setdefault("forecast_tokens_per_s", round(record["tokens_per_second"]))
+        elif kind == "forecast" and telling:
+            rows[began].setdefault("forecast_tokens_per_s", round(record["tokens_per_second"]))
         elif kind == "sample":
             rows.setdefault(step, {"step": step})["sample"] = record["text"]
+    if not any("loss" in row for row in rows.values()):
+        raise ValueError(f"{path} holds no logged step; record the run when it has some")
     for row in rows.values():
         row["tokens"] = row["step"] * made["tokens_per_step"]
-    evidence = {
+    return {
         "format": EVIDENCE_FORMAT,
         "name": name,
         "title": title,
@@ -106,8 +123,6 @@ def read_run(directory: Path, name: str, title: str, command: str) -> dict[str, 
         "rows": [rows[step] for step in sorted(rows)],
         "notes": [f"resumed {len(starts) - 1} times"] if len(starts) > 1 else [],
     }
-    check_evidence(evidence, name)
-    return json.loads(json.dumps(evidence))
 
 
 def _rounded(value: float | int) -> float | int:

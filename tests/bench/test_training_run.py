@@ -63,3 +63,36 @@ def test_what_the_run_knew_of_its_text_is_the_first_row(tmp_path: Path) -> None:
     first, second = read_run(tmp_path, "training_x", "a run", "gptoss pretrain")["rows"]
     assert first == {"step": 0, "tokens": 0, "forecast_tokens_per_s": 10} | known
     assert "counting_loss" not in second
+
+
+FIRST_STEP = step(1, 4.0, tokens_per_second=10.0, seconds=20.0)
+
+
+@pytest.mark.parametrize("before", [{}, {"training_tokens": 5, "training_bytes": 9}])
+def test_the_last_start_says_which_text_it_was(tmp_path: Path, before: dict) -> None:
+    """The first may come from a version that did not say it, or from before the text was prepared again."""
+    known = {"training_tokens": 900, "counting_loss": 7.25}
+    again = [START | before, FIRST_STEP, START | known | {"step": 1}]
+    table = read_run(write(tmp_path, again), "training_x", "a run", "gptoss pretrain")
+    assert table["rows"][0] == {"step": 0, "tokens": 0} | known
+    assert table["notes"] == ["resumed 1 times"]
+    write(tmp_path, [START | known, FIRST_STEP, START | {"step": 1}])
+    assert read_run(tmp_path, "x", "a run", "gptoss pretrain")["rows"][0]["counting_loss"] == 7.25
+
+
+@pytest.mark.parametrize("lost", ["step", "loss", "grad_norm", "machine", "tokens_per_step"])
+def test_a_journal_that_lost_a_value_is_named(tmp_path: Path, lost: str) -> None:
+    records = [START | {"training_tokens": 900}, FIRST_STEP]
+    write(tmp_path, [{k: v for k, v in r.items() if k != lost} for r in records])
+    with pytest.raises(ValueError, match=rf"metrics.jsonl: not the journal.*{lost}"):
+        read_run(tmp_path, "training_x", "a run", "gptoss pretrain")
+    write(tmp_path, [r | {lost: None} if lost in r else r for r in records])
+    if lost != "machine":
+        with pytest.raises(ValueError, match=r"metrics.jsonl"):
+            read_run(tmp_path, "training_x", "a run", "gptoss pretrain")
+
+
+def test_a_run_without_a_logged_step_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, [START | {"training_tokens": 900}, step(1, 4.0)])
+    with pytest.raises(ValueError, match="holds no logged step"):
+        read_run(tmp_path, "training_x", "a run", "gptoss pretrain")
