@@ -34,7 +34,8 @@ def software() -> dict[str, str]:
 
 
 def current_commit() -> str:
-    """The short hash of the checkout's commit, with "+" where files differ from it, or "unknown" outside git."""
+    """The short hash of the checkout's commit, with "+" where files differ from it; "unknown" outside git and in a repository of
+    something else, which the package may be installed below."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -43,6 +44,7 @@ def current_commit() -> str:
         ).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # installed below another checkout?
         return git("rev-parse", "--short", "HEAD") + (
             "+" if git("status", "--porcelain", "-uno") else ""
         )
