@@ -166,10 +166,18 @@ class PasskeyEvaluator:
             The result, with accuracy, 95% intervals, the depth × length grid and JSON.
 
         Raises:
-            ValueError: no length, depth or trial, a length twice, one below 1 or beyond the model's eval_max_seq_len.
+            ValueError: no length, depth or trial, a length twice, one below 1 or beyond the model's eval_max_seq_len,
+                or filler of another vocabulary.
         """
         model: Any = self.model  # nn.Module types every attribute as a tensor or a module
         cfg = model.cfg
+        if self.filler is not None and self.filler.size:
+            low, high = int(self.filler.min()), int(self.filler.max())
+            if low < 0 or high >= cfg.vocab_size:
+                raise ValueError(
+                    f"filler holds ids {low} to {high} and the model knows 0 to {cfg.vocab_size - 1}; "
+                    "write it with the model's tokenizer"
+                )
         if not lengths or not depths or n_trials < 1:
             raise ValueError("expected at least one length, one depth and one trial")
         if min(lengths) < 1 or len(set(lengths)) < len(lengths):
@@ -226,7 +234,13 @@ class PasskeyEvaluator:
 
         Returns:
             One trial a prompt.
+
+        Raises:
+            ValueError: no prompt, or prompts of different lengths.
         """
+        lengths = sorted({prompt.length for prompt in prompts})
+        if len(lengths) != 1:
+            raise ValueError(f"expected prompts of one length, got {len(prompts)} of {lengths}")
         device = next(self.model.parameters()).device
         answers = [torch.tensor(prompt.answer_ids) for prompt in prompts]
         ids = torch.stack(

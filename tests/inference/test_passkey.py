@@ -31,6 +31,7 @@ class TextModel(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
         self.rule, self.rope_mode = rule, "plain"
         self.cfg = SimpleNamespace(
+            vocab_size=1000,
             eval_max_seq_len=100_000,
             yarn_original_max_seq_len=1000,
             n_layers=1,
@@ -248,13 +249,14 @@ def test_the_result_does_not_depend_on_batches_and_chunks(make_model, plain_toke
         PasskeyEvaluator(
             model, plain_tokenizer, filler=FILLER, batch_tokens=tokens, prefill_chunk=chunk
         ).evaluate_grid([200, 300], n_trials=3, depths=[0.2, 0.8])
-        for tokens, chunk in ((1, 50), (700, 4096))
+        for tokens, chunk in ((1, 50), (700, 4096), (700, None), (700, 1))
     ]
-    for one, other in zip(*(r.trials for r in results), strict=True):
-        assert (one.length, one.depth, one.key, one.said) == (
-            *(other.length, other.depth, other.key, other.said),
-        )
-        assert one.answer_loss == pytest.approx(other.answer_loss, rel=1e-5)
+    for one, *others in zip(*(r.trials for r in results), strict=True):
+        for other in others:
+            assert (one.length, one.depth, one.key, one.said) == (
+                *(other.length, other.depth, other.key, other.said),
+            )
+            assert one.answer_loss == pytest.approx(other.answer_loss, rel=1e-5)
 
 
 def test_nothing_is_printed_when_nobody_watches(plain_tokenizer, capfd):
@@ -283,6 +285,25 @@ def test_filler_must_be_token_ids(make_model, plain_tokenizer):
     for filler in (np.zeros((2, 3), np.int64), np.zeros(5), torch.zeros(4)):
         with pytest.raises(ValueError, match="expected filler as"):
             PasskeyEvaluator(make_model(), plain_tokenizer, filler=filler)
+
+
+@pytest.mark.parametrize("wrong", [-1, 256])
+def test_filler_of_another_vocabulary_is_refused(make_model, plain_tokenizer, wrong):
+    """On a GPU such an id would end the process's use of the device."""
+    filler = FILLER.astype(np.int64)
+    filler[7] = wrong
+    model = make_model(vocab_size=256, eval_max_seq_len=512)
+    with pytest.raises(ValueError, match=r"filler holds ids .* the model knows 0 to 255"):
+        PasskeyEvaluator(model, plain_tokenizer, filler=filler).evaluate([300], 1)
+
+
+def test_prompts_of_different_lengths_or_none_are_refused(make_model, plain_tokenizer):
+    evaluator = PasskeyEvaluator(make_model(vocab_size=256), plain_tokenizer)
+    prompts = [evaluator.build_prompt(length) for length in (300, 301)]
+    with pytest.raises(ValueError, match=r"one length, got 2 of \[300, 301\]"):
+        evaluator.ask(prompts)
+    with pytest.raises(ValueError, match="got 0"):
+        evaluator.ask([])
 
 
 @pytest.mark.parametrize(
