@@ -348,7 +348,7 @@ def test_chunks_are_chosen_by_device_and_batch():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_chunk_size(cpu) == 4096
     assert choose_chunk_size(cuda) == 32_768
-    assert choose_chunk_size(cuda, 8) == 2048
+    assert choose_chunk_size(cuda, 8) == 4096
     assert choose_chunk_size(cuda, 100) == 1024
 
 
