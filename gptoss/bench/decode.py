@@ -17,9 +17,9 @@ from gptoss.bench.roofline import median_seconds
 from gptoss.config import ModelConfig, load_config
 from gptoss.inference.decoder import Decoder
 from gptoss.inference.generate import GenerationResult, generate_with_result
-from gptoss.inference.prefill import choose_chunk_size
 from gptoss.inference.rope_mode import choose_rope_mode
 from gptoss.model.cache import kv_cache_bytes
+from gptoss.model.prefill_chunk import choose_chunk_size
 from gptoss.model.transformer import GPTOSS
 
 COLUMNS = {

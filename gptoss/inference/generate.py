@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from gptoss.model.prefill_chunk import choose_chunk_size
+
 from .engine import Engine, choose_engine, ready_decoder, start_reader
-from .prefill import choose_chunk_size
 from .prompts import Prompts
 from .request import Request, check_request
 from .text import TextStream, Tokenizer

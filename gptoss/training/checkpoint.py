@@ -44,7 +44,8 @@ class CheckpointManager:
     """The checkpoints of one run, in one directory.
 
     Where torch.distributed is initialised every rank calls `save` and `load`; rank 0 alone writes, the files are the
-    same at any world size, and every rank must see the directory. One run at a time may save into a directory.
+    same at any world size, and every rank must see the directory. One run at a time may save into a directory: `pretrain`
+    locks it (`directory_lock`), this class does not.
 
     Args:
         save_dir: the directory; the first save creates it.

@@ -167,8 +167,10 @@ def experts_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
     if (
         setting.dispatch == "triton_grouped"
     ):  # one operator: rows, hidden and answers are made again
+        # Should the operator keep the gathered rows beside gate and up, one line more says so here, and its backward pass
+        # (`memory_experts`) then makes none: Kept("experts", "sorted rows", rows · C in whole 16 bytes · a).
         kept = [
-            Kept("experts", "gate and up", 2 * rows * _whole_16_bytes(ffn, a) * a),
+            Kept("experts", "gate and up", 2 * rows * whole_16_bytes(ffn, a) * a),
             Kept("experts", "order and its inverse", 2 * rows * 4),
             Kept("experts", "routing weights, sorted", rows * WIDE),
             Kept("experts", "row counts", experts * 4),
@@ -246,6 +248,14 @@ def check_counts(**counts: int) -> None:
             raise ValueError(f"{name} = {value}: expected at least 1")
 
 
+def block_input_kept(cfg: ModelConfig, setting: Setting) -> bool:
+    """Whether a block's own list holds its input itself: a checkpointed block, made again, then needs it but once.
+
+    A compiled norm keeps x; an eager one keeps x in fp32, which is x itself only where activations are fp32.
+    """
+    return setting.compiled or (setting.dtype == "fp32" and not cfg.rms_norm_detach)
+
+
 def _weight_copies(setting: Setting, operation: str, values: int) -> list[Kept]:
     """Under autocast every product keeps the bf16 copy of its weight; in fp32 the weight itself is read."""
     if setting.dtype == "fp32":
@@ -253,7 +263,7 @@ def _weight_copies(setting: Setting, operation: str, values: int) -> list[Kept]:
     return [Kept(operation, "weight in bf16", values * setting.width, weight_copy=True)]
 
 
-def _whole_16_bytes(values: int, width: int) -> int:
+def whole_16_bytes(values: int, width: int) -> int:
     """A row's length in values, rounded up as the Triton kernels pad it."""
     multiple = 16 // width
     return -(-values // multiple) * multiple

@@ -5,8 +5,11 @@ B batch, S context in tokens, W window, K kv heads, D head_dim.
 
 from dataclasses import dataclass
 
+import torch
+
 from gptoss.config import ModelConfig
 from gptoss.model.cache import kv_cache_bytes
+from gptoss.model.prefill_chunk import choose_chunk_size
 from gptoss.training.kept_tensors import GIB, WIDTH, check_counts
 from gptoss.training.parameter_counts import count_parameters
 
@@ -30,8 +33,9 @@ def predict_inference_memory(
     *,
     batch: int = 1,
     context: int | None = None,
-    prefill_chunk: int = 4096,
+    prefill_chunk: int | None = None,
     dtype: str | None = None,
+    device: str = "cuda",
 ) -> InferenceMemory:
     """Predict the memory of generating up to a context length.
 
@@ -44,17 +48,24 @@ def predict_inference_memory(
         config: the architecture.
         batch: B, sequences.
         context: S, prompt and generated tokens; `config.eval_max_seq_len` when left out.
-        prefill_chunk: prompt tokens that pass at once.
+        prefill_chunk: tokens of each prompt that pass at once; as many as generation reads on such a device
+            (`choose_chunk_size`) when left out.
         dtype: of weights, activations and cache; the configuration's when left out.
+        device: "cuda" or "cpu".
 
     Raises:
-        ValueError: a number below 1, or an unknown dtype.
+        ValueError: a number below 1, or an unknown dtype or device.
 
     Source: chapters 6 and 15.
     """
     context = config.eval_max_seq_len if context is None else context
     dtype = dtype or config.dtype
-    check_counts(batch=batch, context=context, prefill_chunk=prefill_chunk)
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"device = {device!r}: expected one of cuda, cpu")
+    check_counts(batch=batch, context=context)
+    if prefill_chunk is None:
+        prefill_chunk = choose_chunk_size(torch.device(device), batch)
+    check_counts(prefill_chunk=prefill_chunk)
     if dtype not in WIDTH:
         raise ValueError(f"dtype = {dtype!r}: expected one of {', '.join(WIDTH)}")
     width = WIDTH[dtype]

@@ -14,10 +14,11 @@ from gptoss.config import RunConfig
 from gptoss.data.tokenizers import Tokenizer
 from gptoss.model.transformer import GPTOSS
 from gptoss.training.assembly import assemble
+from gptoss.training.directory_lock import hold_directory
 from gptoss.training.distributed import World, join_world
 from gptoss.training.interrupt import stop_on_signal
 from gptoss.training.plan import RunPlan
-from gptoss.training.preflight import check_run
+from gptoss.training.preflight import check_directory, check_run
 from gptoss.training.reporter import Reporter
 from gptoss.training.restore import write_description
 from gptoss.training.trainer import OnStep, Trainer
@@ -96,7 +97,7 @@ def pretrain(
 
     Raises:
         ValueError: the configuration, the data or the checkpoint cannot be used; nothing was written.
-        OSError: a file that cannot be read or a directory that cannot be written.
+        OSError: a file that cannot be read, a directory that cannot be written, or one that another trainer works in.
         TrainingStopped: loss or gradients stay non-finite; the latest checkpoint is safe.
 
     Source: chapter 17.
@@ -117,7 +118,17 @@ def _run(
 ) -> PretrainResult:
     """The run inside its world: what it builds is gone when it returns, before the processes part."""
     settings = run.training
+    directory = Path(settings.save_dir)
     with ExitStack() as stack:
+
+        def hold() -> bool:
+            check_directory(directory)
+            if not directory.is_dir():
+                return False
+            stack.enter_context(hold_directory(directory))
+            return True
+
+        held = world.from_main(hold)
         ready = check_run(run, resume, world)
         first, total = ready.first_step, settings.total_steps
         last = total if max_steps is None else min(total, first + max_steps)
@@ -156,10 +167,18 @@ def _run(
         reporter.say(plan.page())
         trainer = Trainer(run, ready, world, built, validator, reporter, request, on_step)
         stack.callback(trainer.close)
-        directory = Path(settings.save_dir)
-        if world.is_main:
-            directory.mkdir(parents=True, exist_ok=True)
+
+        def move_in() -> None:
+            if not held:  # a new directory is made only now that all is well
+                directory.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(hold_directory(directory))
+                if trainer.manager.list_checkpoints() != ready.checkpoints:
+                    raise ValueError(
+                        f"{directory}: another trainer has saved here meanwhile: start again to go on from there"
+                    )
             write_description(directory, run, tokenizer)
+
+        world.from_main(move_in)
         stack.callback(reporter.close)
         reporter.open(**ready.data.sizes(), counting_loss=validator.unigram_loss)
         if ready.resumes:

@@ -19,11 +19,12 @@ from gptoss.inference.decoder import Decoder, StaticCache
 from gptoss.inference.decoder_layer import unsupported
 from gptoss.inference.engine import STEPS_A_BLOCK, choose_engine
 from gptoss.inference.generate import generate, generate_with_result, stream
-from gptoss.inference.prefill import choose_chunk_size, prefill
+from gptoss.inference.prefill import prefill
 from gptoss.inference.request import check_request
 from gptoss.kernels.decode_step import BLOCK, NOT_A_TOKEN, begin_step, choose_token
 from gptoss.model.attention.reference import manual_causal_attention
 from gptoss.model.norm import rms_norm
+from gptoss.model.prefill_chunk import choose_chunk_size
 from gptoss.model.rotary import apply_rope
 from gptoss.model.transformer import GPTOSS
 

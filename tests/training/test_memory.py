@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gptoss.config import ModelConfig, TrainingConfig, load_config
+from gptoss.inference.prefill import prefill
 from gptoss.model.cache import MixedKVCache
 from gptoss.model.transformer import GPTOSS
 from gptoss.training.memory import (
@@ -151,6 +152,58 @@ def test_inference_cache_is_what_the_models_cache_allocates() -> None:
     assert cache.allocated_bytes() == predicted.cache
 
 
+def test_inference_scratch_is_that_of_the_chunk_that_generation_reads() -> None:
+    """Per token, bf16: (3 + 2·2) · 768 and 3 · 2 · 1536 numbers, 29,184 bytes; a GPU reads 32,768 tokens, a CPU 4,096."""
+    cfg = ModelConfig()
+    for device, batch, context, tokens in (
+        ("cuda", 1, 131_072, 32_768),
+        ("cuda", 1, 10_000, 10_000),
+        ("cuda", 8, 131_072, 32_768),
+        ("cuda", 64, 131_072, 64 * 1024),
+        ("cpu", 1, 131_072, 4096),
+        ("cpu", 8, 131_072, 8 * 1024),
+    ):
+        memory = predict_inference_memory(cfg, batch=batch, context=context, device=device)
+        assert memory.scratch == 29_184 * tokens, (device, batch, context)
+    told = predict_inference_memory(cfg, context=131_072, prefill_chunk=2048)
+    assert told.scratch == 29_184 * 2048
+
+
+def test_inference_scratch_follows_what_prefill_passes_to_the_model() -> None:
+    """The longest pass that `prefill` really makes, on the CPU, without being told a chunk."""
+    cfg = small(dtype="fp32", n_layers=1, eval_max_seq_len=6000)
+    passes = []
+
+    def model(chunk, **_):
+        passes.append(chunk.numel())
+        return torch.zeros(chunk.shape[0], 1, 1), None
+
+    for batch in (1, 3):
+        passes.clear()
+        cache = MixedKVCache.for_config(cfg, batch_size=batch, max_len=8, dtype=torch.float32)
+        prefill(model, torch.zeros(batch, 6000, dtype=torch.long), cache)
+        chosen, told = (
+            predict_inference_memory(cfg, batch=batch, context=6000, device="cpu", **chunk)
+            for chunk in ({}, {"prefill_chunk": max(passes) // batch})
+        )
+        assert chosen == told
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 0}, "batch = 0"),
+        ({"context": 0}, "context = 0"),
+        ({"prefill_chunk": 0}, "prefill_chunk = 0"),
+        ({"dtype": "fp16"}, "dtype = 'fp16': expected one of bf16, fp32"),
+        ({"device": "tpu"}, "device = 'tpu': expected one of cuda, cpu"),
+    ],
+)
+def test_wrong_arguments_of_inference_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        predict_inference_memory(small(), **changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -199,3 +252,13 @@ def test_predicted_peak_is_within_10_percent_on_a_gpu(batch: int, seq_len: int, 
     common = {"batch": batch, "seq_len": seq_len, "every": every, "compiled": True}
     predicted = predict_training_memory(cfg, **common).peak.total
     assert measure_training_peak(cfg, **common) == pytest.approx(predicted, rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "every"), [(8, 1), (4, 0)])
+def test_predicted_peak_with_the_triton_experts_is_within_3_percent(batch: int, every: int) -> None:
+    """With every block checkpointed the peak is inside the experts' backward pass, which is listed tensor by tensor."""
+    cfg = ModelConfig(moe_dispatch="triton_grouped")
+    common = {"batch": batch, "seq_len": 4096, "every": every, "compiled": True}
+    predicted = predict_training_memory(cfg, **common).peak.total
+    assert measure_training_peak(cfg, **common) == pytest.approx(predicted, rel=0.03)
