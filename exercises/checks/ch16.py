@@ -246,7 +246,7 @@ check_interval = Exercise(
     trials=(
         _counts(15, 20),
         _counts(20, 20),
-        _counts(0, 20),
+        _counts(1, 20),
         _counts(100, 100),
         _counts(1, 1),
         _counts(37, 100, 2.576),
