@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from gptoss.kernels.run_store import store_tile
-from gptoss.kernels.swiglu_epilogue import load_weights, store_derivative
+from gptoss.kernels.swiglu_epilogue import INTERPRETED, load_weights, store_derivative
 
 PLAIN, DERIVATIVE = tl.constexpr(0), tl.constexpr(1)
 
@@ -65,4 +65,10 @@ def _tied(value, anchor):
 
     Left free, the compiler computes all that follows from ``value`` twice, once for each layout that is stored.
     """
-    return tl.where(anchor == anchor, value, value + 0.0)
+    if INTERPRETED:
+        tied = value
+    else:
+        tied = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f,f", [value, anchor], tl.float32, is_pure=True, pack=1
+        )
+    return tied

@@ -3,7 +3,7 @@
 With a the gate, u the up row, w the routing weight and g = dL/dh for h = w · a·σ(a)·u:
 
     s = a·σ(a)               dw = Σ g·s·u over the hidden units
-    du = w·g · s             da = w·g · u · σ(a)·(1 + a·(1 − σ(a)))
+    du = w·g · s             da = w·g · u · (σ(a) + s·(1 − σ(a)))
 
 All of it in float32, whatever the rows' dtype.
 
@@ -85,23 +85,13 @@ def store_derivative(
     sigma = sigmoid(gate)
     silu = gate * sigma
     scaled = grad * weight[:, None]
-    d_gate = scaled * up * sigma * (1 + gate * (1 - sigma))
+    d_gate = scaled * up * (sigma + silu * (1 - sigma))
     store_tile(
         d_gate_up, d_gate, rows, columns, mask, first_row, end, first_column, ffn, 0, 2, ENGINE
     )
+    d_up = scaled * silu
     store_tile(
-        d_gate_up,
-        scaled * silu,
-        rows,
-        columns,
-        mask,
-        first_row,
-        end,
-        first_column,
-        ffn,
-        1,
-        2,
-        ENGINE,
+        d_gate_up, d_up, rows, columns, mask, first_row, end, first_column, ffn, 1, 2, ENGINE
     )
     if parts is not None:
         product = silu * up
@@ -109,7 +99,7 @@ def store_derivative(
         store_tile(
             hidden, value, rows, columns, mask, first_row, end, first_column, ffn, 0, 1, ENGINE
         )
-        d_weight = tl.sum(tl.where(mask, grad * product, 0.0), 1)  # (M,)
+        d_weight = tl.sum(grad * product, 1)  # (M,); columns past F add zeros
         tl.store(parts + part.to(tl.int64) * n_rows + rows, d_weight, mask=rows < end)
 
 
