@@ -54,7 +54,7 @@ def swiglu_derivative_kept(
     gate_up: Float[Tensor, "R 2F"],
     row_weights: Float[Tensor, "R"],
     tiles: Tiles,
-) -> tuple[Float[Tensor, "R 2F"], Float[Tensor, "R F"], Float[Tensor, "R"]]:
+) -> tuple[Float[Tensor, "R 2F"], Float[Tensor, "R F"], Float[Tensor, "parts R"]]:
     """Multiply dL/dy with W2 and, before it leaves the registers, turn dL/dh into the gradients of gate and up.
 
     Args:
@@ -66,7 +66,8 @@ def swiglu_derivative_kept(
         tiles: block sizes.
 
     Returns:
-        (R, 2F) gradients of gate and up, (R, F) weighted hidden rows, (R,) float32 gradient of the row weights.
+        (R, 2F) gradients of gate and up, (R, F) weighted hidden rows, (parts, R) float32 parts of the row weights'
+        gradient, to be added up.
 
     Source: chapter 10, version 5.
     """
@@ -81,7 +82,7 @@ def swiglu_derivative_kept(
     hidden_target = store_target(hidden, 1, [tiles.m, tiles.n // tiles.pieces], tiles.engine_stores)
     args = (gate_up_desc, hidden_target, row_weights, parts)
     _launch_rows(d_y, table, (w2,), tiles, False, d_gate_up, DERIVATIVE, *args)
-    return d_gate_up, hidden, parts.sum(0)
+    return d_gate_up, hidden, parts
 
 
 def _launch_rows(

@@ -76,7 +76,7 @@ def swiglu_derivative_recomputed(
     tiles: Tiles,
     *,
     row_weights: Float[Tensor, "R"] | None = None,
-) -> tuple[Float[Tensor, "R 2F"], Float[Tensor, "R F"] | None, Float[Tensor, "R"] | None]:
+) -> tuple[Float[Tensor, "R 2F"], Float[Tensor, "R F"] | None, Float[Tensor, "parts R"] | None]:
     """Make gate and up again and turn dL/dh into [dL/dgate | dL/dup]; the equations stand in ``swiglu_epilogue``.
 
     Args:
@@ -84,8 +84,8 @@ def swiglu_derivative_recomputed(
         x_sorted, table, w1, w3, tiles, row_weights: as in the forward pass.
 
     Returns:
-        (R, 2F) gradients of gate and up; with row weights also the (R, F) hidden rows and the (R,) float32 gradient of
-        the row weights, else None twice.
+        (R, 2F) gradients of gate and up; with row weights also the (R, F) hidden rows and the (parts, R) float32
+        parts of the row weights' gradient, to be added up; else None twice.
 
     Source: chapter 10, version 5.
     """
@@ -100,7 +100,7 @@ def swiglu_derivative_recomputed(
     d_desc = describe(describable(d_hidden), [tiles.m, tiles.n // tiles.pieces])
     args = (row_weights, hidden, d_gate_up, d_desc, parts)
     _launch(x_sorted, table, w1, w3, tiles, DERIVATIVE, *args)
-    return d_gate_up, hidden, None if parts is None else parts.sum(0)
+    return d_gate_up, hidden, parts
 
 
 def _launch(x, table, w1, w3, tiles, mode, row_weights, hidden, gate_up, d_desc, parts):

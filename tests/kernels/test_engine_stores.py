@@ -61,7 +61,7 @@ def test_derivative_equals_the_oracle(tiles: Tiles) -> None:
     d_y, _, gate_up, weights = args
     found = swiglu_derivative_kept(d_y, tile_table(counts, n, tiles.m), w2, gate_up, weights, tiles)
     truth = derivative_oracle(d_y, counts, w2, gate_up, weights)
-    for a, b in zip(found, truth, strict=True):
+    for a, b in zip((*found[:2], found[2].sum(0)), truth, strict=True):
         assert relative_error(a, b) <= FLOAT32
 
 
