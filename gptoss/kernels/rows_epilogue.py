@@ -50,7 +50,7 @@ def _finish_piece(
         weight = load_weights(row_weights, rows, in_run)
         both = gate_up_desc.load([0, first_row, first_column])  # (2, M, N): one wait for the two
         gate, up = both.permute(1, 2, 0).to(tl.float32).split()
-        gate, up = _tied(gate, y), _tied(up, y)
+        gate, up = _tied(gate, y, ENGINE), _tied(up, y, ENGINE)
         store_derivative(
             gate, up, y, weight, rows, columns, mask, first_row, end, first_column, part, hidden, out, parts,
             n_rows, width, ENGINE,
@@ -60,15 +60,17 @@ def _finish_piece(
 
 
 @triton.jit
-def _tied(value, anchor):
+def _tied(value, anchor, ENGINE: tl.constexpr):
     """The value itself, in a form that hangs on the anchor.
 
     Left free, the compiler computes all that follows from ``value`` twice, once for each layout that is stored.
     """
     if INTERPRETED:
         tied = value
-    else:
+    elif ENGINE:
         tied = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=f,f,f", [value, anchor], tl.float32, is_pure=True, pack=1
         )
+    else:  # three instructions more, but beside addresses of threads the move above spills registers
+        tied = tl.where(anchor == anchor, value, value + 0.0)
     return tied
