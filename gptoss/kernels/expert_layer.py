@@ -110,7 +110,7 @@ def _experts_backward(
     from gptoss.kernels.expert_tiles import tile_table
     from gptoss.kernels.grouped_rows import grouped_rows, swiglu_derivative_kept
     from gptoss.kernels.grouped_weights import Product, grouped_weight_gradients
-    from gptoss.kernels.rows import gather_rows, sum_rows
+    from gptoss.kernels.rows import gather_rows, sum_parts, sum_rows
     from gptoss.kernels.swiglu_persistent import swiglu_derivative_recomputed
 
     tiles, k = choose(x).tiles, weights.shape[1]
@@ -124,21 +124,21 @@ def _experts_backward(
     d_y, _ = gather_rows(grad, order, k)
     n_rows = rows.shape[0]
     hidden: Tensor | None
-    d_row_weights: Tensor | None
+    parts: Tensor | None
     if gate_up.numel():
         table = tile_table(counts, n_rows, tiles["derivative"].m)
-        d_gate_up, hidden, d_row_weights = swiglu_derivative_kept(
+        d_gate_up, hidden, parts = swiglu_derivative_kept(
             d_y, table, w2, gate_up, row_weights, tiles["derivative"]
         )
     else:
         table = tile_table(counts, n_rows, tiles["down"].m)
         d_hidden = grouped_rows(d_y, table, (w2,), tiles["down"], transposed=False)
         table = tile_table(counts, n_rows, tiles["swiglu_backward"].m)
-        d_gate_up, hidden, d_row_weights = swiglu_derivative_recomputed(
+        d_gate_up, hidden, parts = swiglu_derivative_recomputed(
             d_hidden, rows, table, w1, w3, tiles["swiglu_backward"], row_weights=row_weights
         )
     assert hidden is not None
-    assert d_row_weights is not None
+    assert parts is not None
     dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
     dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
     products = (Product(d_gate_up, rows, (dw1, dw3)), Product(d_y, hidden, (dw2,)))
@@ -149,7 +149,7 @@ def _experts_backward(
     d_rows = grouped_rows(d_gate_up, table, (w1, w3), tiles["input"], transposed=False)
     return (
         sum_rows(d_rows, inverse, k)[:, :width].contiguous(),
-        d_row_weights[inverse].view(weights.shape).to(weights.dtype),
+        sum_parts(parts, order, weights),
         dw1[:, :ffn, :width].contiguous(),
         dw3[:, :ffn, :width].contiguous(),
         dw2[:, :width, :ffn].contiguous(),

@@ -16,6 +16,7 @@ from gptoss.kernels.descriptors import describable, describe, describe_pair
 from gptoss.kernels.expert_tiles import TileTable, grouped_order
 from gptoss.kernels.launch import programs
 from gptoss.kernels.rows_epilogue import DERIVATIVE, PLAIN, finish_rows
+from gptoss.kernels.run_store import store_target
 from gptoss.kernels.tuning import Tiles
 
 
@@ -53,7 +54,7 @@ def swiglu_derivative_kept(
     gate_up: Float[Tensor, "R 2F"],
     row_weights: Float[Tensor, "R"],
     tiles: Tiles,
-) -> tuple[Float[Tensor, "R 2F"], Float[Tensor, "R F"], Float[Tensor, "R"]]:
+) -> tuple[Float[Tensor, "R 2F"], Float[Tensor, "R F"], Float[Tensor, "parts R"]]:
     """Multiply dL/dy with W2 and, before it leaves the registers, turn dL/dh into the gradients of gate and up.
 
     Args:
@@ -65,7 +66,8 @@ def swiglu_derivative_kept(
         tiles: block sizes.
 
     Returns:
-        (R, 2F) gradients of gate and up, (R, F) weighted hidden rows, (R,) float32 gradient of the row weights.
+        (R, 2F) gradients of gate and up, (R, F) weighted hidden rows, (parts, R) float32 parts of the row weights'
+        gradient, to be added up.
 
     Source: chapter 10, version 5.
     """
@@ -77,9 +79,10 @@ def swiglu_derivative_kept(
     # Fetched by descriptor: their tiles then take whatever layout the accumulators have, and nothing is shuffled for them.
     pair = gate_up.unflatten(1, (2, ffn)).transpose(0, 1)  # (2, R, F), the same memory
     gate_up_desc = describe(pair, [2, tiles.m, tiles.n // tiles.pieces])
-    args = (gate_up_desc, hidden, row_weights, parts)
+    hidden_target = store_target(hidden, 1, [tiles.m, tiles.n // tiles.pieces], tiles.engine_stores)
+    args = (gate_up_desc, hidden_target, row_weights, parts)
     _launch_rows(d_y, table, (w2,), tiles, False, d_gate_up, DERIVATIVE, *args)
-    return d_gate_up, hidden, parts.sum(0)
+    return d_gate_up, hidden, parts
 
 
 def _launch_rows(
@@ -97,13 +100,15 @@ def _launch_rows(
     else:
         first, second = map(describable, weights)  # named: the pair must outlive the launch
         b_desc, swapped = describe_pair(first, second, block)
+    sides = 2 if epilogue == DERIVATIVE else 1
+    target = store_target(out, sides, [tiles.m, tiles.n // tiles.pieces], tiles.engine_stores)
     grid = programs(a.device, tiles, table.bound * triton.cdiv(width, tiles.n))
     _rows_kernel[grid](
-        a_desc, b_desc, gate_up_desc, out, hidden, row_weights, parts,
+        a_desc, b_desc, gate_up_desc, target, hidden, row_weights, parts,
         table.expert, table.row, table.end, table.used, n_rows, depth, width,
         PAIRS=pairs, SWAPPED=swapped, TRANSPOSED=transposed, EPILOGUE=epilogue,
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
-        PIECES=tiles.pieces, FLATTEN=tiles.flatten,
+        PIECES=tiles.pieces, FLATTEN=tiles.flatten, ENGINE=tiles.engine_stores,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
 
@@ -114,7 +119,7 @@ def _rows_kernel(
     tile_expert, tile_row, tile_end, tiles_used, n_rows, depth, width,
     PAIRS: tl.constexpr, SWAPPED: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    PIECES: tl.constexpr, FLATTEN: tl.constexpr,
+    PIECES: tl.constexpr, FLATTEN: tl.constexpr, ENGINE: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.load(tiles_used)
     column_tiles = tl.cdiv(width, BLOCK_N)
@@ -144,5 +149,5 @@ def _rows_kernel(
         rows = first_row + tl.arange(0, BLOCK_M)
         finish_rows(
             y, rows, first_row, end, first_column, column_tile * PIECES, gate_up_desc, out, hidden,
-            row_weights, parts, n_rows, width, BLOCK_M, BLOCK_N, EPILOGUE, PIECES,
+            row_weights, parts, n_rows, width, BLOCK_M, BLOCK_N, EPILOGUE, PIECES, ENGINE,
         )  # fmt: skip

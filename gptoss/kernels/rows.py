@@ -69,6 +69,30 @@ def sum_rows(y: Float[Tensor, "R C"], inverse: Int[Tensor, "R"], k: int) -> Floa
     return out
 
 
+def sum_parts(
+    parts: Float[Tensor, "P R"], order: Int[Tensor, "R"], weights: Float[Tensor, "N k"]
+) -> Float[Tensor, "N k"]:
+    """Add up the parts of the routing weights' gradient and bring it back to the slots: out[order[r]] = Σ_p parts[p, r].
+
+    Args:
+        parts: (P, R) contiguous float32 parts, one value a sorted row.
+        order: (R,) slot of each sorted row.
+        weights: (N, k) routing weights; they give the shape and the dtype.
+
+    Returns:
+        (N, k) in the dtype of ``weights``.
+
+    Source: chapter 10, version 5.
+    """
+    n_rows = parts.shape[1]
+    out = weights.new_empty(weights.shape)
+    if n_rows:
+        _parts_kernel[(triton.cdiv(n_rows, BLOCK_COLUMNS),)](
+            parts, order, out, n_rows, P=parts.shape[0], BLOCK=BLOCK_COLUMNS
+        )
+    return out
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _gather_kernel(
     x, order, weights, rows, row_weights, n_rows, width, stride_n, stride_c,
@@ -100,3 +124,15 @@ def _sum_kernel(
         total += tl.load(y + row[:, None] * width + c[None, :], mask=mask, other=0.0).to(tl.float32)
     at = out + n.to(tl.int64)[:, None] * width + c[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _parts_kernel(parts, order, out, n_rows, P: tl.constexpr, BLOCK: tl.constexpr):
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = r < n_rows
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _part in tl.static_range(P):  # unrolled, so that the loads wait together
+        total += tl.load(parts + r, mask=mask, other=0.0)
+        parts += n_rows
+    slot = tl.load(order + r, mask=mask, other=0)
+    tl.store(out + slot, total.to(out.dtype.element_ty), mask=mask)

@@ -19,6 +19,7 @@ from torch import Tensor
 from gptoss.kernels.descriptors import describable, describe, describe_pair
 from gptoss.kernels.expert_tiles import TileTable, grouped_order
 from gptoss.kernels.launch import programs
+from gptoss.kernels.run_store import store_target
 from gptoss.kernels.swiglu_epilogue import (
     DERIVATIVE,
     HIDDEN,
@@ -75,7 +76,7 @@ def swiglu_derivative_recomputed(
     tiles: Tiles,
     *,
     row_weights: Float[Tensor, "R"] | None = None,
-) -> tuple[Float[Tensor, "R 2F"], Float[Tensor, "R F"] | None, Float[Tensor, "R"] | None]:
+) -> tuple[Float[Tensor, "R 2F"], Float[Tensor, "R F"] | None, Float[Tensor, "parts R"] | None]:
     """Make gate and up again and turn dL/dh into [dL/dgate | dL/dup]; the equations stand in ``swiglu_epilogue``.
 
     Args:
@@ -83,8 +84,8 @@ def swiglu_derivative_recomputed(
         x_sorted, table, w1, w3, tiles, row_weights: as in the forward pass.
 
     Returns:
-        (R, 2F) gradients of gate and up; with row weights also the (R, F) hidden rows and the (R,) float32 gradient of
-        the row weights, else None twice.
+        (R, 2F) gradients of gate and up; with row weights also the (R, F) hidden rows and the (parts, R) float32
+        parts of the row weights' gradient, to be added up; else None twice.
 
     Source: chapter 10, version 5.
     """
@@ -99,7 +100,7 @@ def swiglu_derivative_recomputed(
     d_desc = describe(describable(d_hidden), [tiles.m, tiles.n // tiles.pieces])
     args = (row_weights, hidden, d_gate_up, d_desc, parts)
     _launch(x_sorted, table, w1, w3, tiles, DERIVATIVE, *args)
-    return d_gate_up, hidden, None if parts is None else parts.sum(0)
+    return d_gate_up, hidden, parts
 
 
 def _launch(x, table, w1, w3, tiles, mode, row_weights, hidden, gate_up, d_desc, parts):
@@ -109,12 +110,17 @@ def _launch(x, table, w1, w3, tiles, mode, row_weights, hidden, gate_up, d_desc,
     x_desc = describe(describable(x), [tiles.m, tiles.k])
     w1, w3 = describable(w1), describable(w3)  # named: the pair must outlive the launch
     w_desc, swapped = describe_pair(w1, w3, [2, 1, tiles.n, tiles.k])
+    block = [tiles.m, tiles.n // tiles.pieces]
+    if hidden is not None:
+        hidden = store_target(hidden, 1, block, tiles.engine_stores)
+    if gate_up is not None:
+        gate_up = store_target(gate_up, 2, block, tiles.engine_stores)
     grid = programs(x.device, tiles, table.bound * triton.cdiv(ffn, tiles.n))
     _persistent_kernel[grid](
         x_desc, w_desc, d_desc, hidden, gate_up, row_weights, parts,
         table.expert, table.row, table.end, table.used, n_rows, width, ffn,
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
-        MODE=mode, SWAPPED=swapped, PIECES=tiles.pieces, FLATTEN=tiles.flatten,
+        MODE=mode, SWAPPED=swapped, PIECES=tiles.pieces, FLATTEN=tiles.flatten, ENGINE=tiles.engine_stores,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
 
@@ -125,6 +131,7 @@ def _persistent_kernel(
     tile_expert, tile_row, tile_end, tiles_used, n_rows, width, ffn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     MODE: tl.constexpr, SWAPPED: tl.constexpr, PIECES: tl.constexpr, FLATTEN: tl.constexpr,
+    ENGINE: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.load(tiles_used)
     column_tiles = tl.cdiv(ffn, BLOCK_N)
@@ -151,5 +158,5 @@ def _persistent_kernel(
         rows = first_row + tl.arange(0, BLOCK_M)
         finish_swiglu(
             gate, up, rows, first_row, end, first_column, column_tile * PIECES, d_desc, hidden, gate_up,
-            row_weights, parts, n_rows, ffn, BLOCK_M, BLOCK_N, MODE, PIECES,
+            row_weights, parts, n_rows, ffn, BLOCK_M, BLOCK_N, MODE, PIECES, ENGINE,
         )  # fmt: skip
