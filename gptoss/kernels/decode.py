@@ -7,8 +7,9 @@
     x = decode_experts(y, indices, weights, …, residual=x)
 
 At batch 1 nothing is computed twice and nothing multiplies enough to matter: the time is that of reading the weights and
-the cache, plus a launch for each kernel. So the kernels are few, and all that changes from step to step (lengths, slots,
-angles) stands in device memory: one CUDA graph replays for every token. None of them has a gradient.
+the cache, plus a launch for each kernel. So the kernels are few, each starts while the one before it ends
+(`decode_overlap.py`), and all that changes from step to step (lengths, slots, angles) stands in device memory: one CUDA
+graph replays for every token. None of them has a gradient.
 
 Here is the attention; the others come from `decode_linear.py` and `decode_moe.py`.
 
@@ -37,6 +38,7 @@ def decode_attention(
     *,
     scale: float | None = None,
     key_start: Int[Tensor, "N"] | None = None,
+    overlap: bool = True,
 ) -> Float[Tensor, "N H T D"]:
     """Attention of the last T positions over the first `lengths` rows of a cache, keys split over the whole GPU.
 
@@ -52,6 +54,7 @@ def decode_attention(
         sink_bias: b, one logit a query head; None for no sink.
         scale: factor on the scores; 1/√D unless given.
         key_start: rows before this index are padding.
+        overlap: let the kernels around this one overlap with it, where the GPU can (`decode_overlap.py`).
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -85,7 +88,7 @@ def decode_attention(
             )
     require_decode_kernels()
     scale = D**-0.5 if scale is None else float(scale)
-    return _decode_attention(q, k_cache, v_cache, lengths, sink_bias, key_start, scale)
+    return _decode_attention(q, k_cache, v_cache, lengths, sink_bias, key_start, scale, overlap)
 
 
 @torch.library.custom_op("gptoss::decode_attention", mutates_args=())
@@ -97,11 +100,14 @@ def _decode_attention(
     sink: Tensor | None,
     key_start: Tensor | None,
     scale: float,
+    overlap: bool = True,
 ) -> Tensor:
     from gptoss.kernels.decode_attention import choose_splits, launch_decode_attention
 
     splits = choose_splits(q.shape[0], k_cache.shape[1], k_cache.shape[2], q.device)
-    return launch_decode_attention(q, k_cache, v_cache, lengths, sink, key_start, scale, splits)
+    return launch_decode_attention(
+        q, k_cache, v_cache, lengths, sink, key_start, scale, splits, overlap=overlap
+    )
 
 
 @_decode_attention.register_fake
@@ -113,5 +119,6 @@ def _(
     sink: Tensor | None,
     key_start: Tensor | None,
     scale: float,
+    overlap: bool = True,
 ) -> Tensor:
     return q.new_empty(q.shape)

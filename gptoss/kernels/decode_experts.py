@@ -4,9 +4,9 @@
     up       h = silu(W1 x) ∘ W3 x for every selected expert                            OUT rows of F a program
     down     out = residual + Σ_e weight_e · W2[e] h_e                                  OUT rows of C a program
 
-The first two grids have one lane for each *distinct* selected expert: N tokens with k experts each select at most
-min(E, N·k), and an expert that several tokens share is read for all of them at once. The shared expert, if there is one,
-is one lane more with weight 1.
+The last two have one lane for each *distinct* selected expert: N tokens with k experts each select at most min(E, N·k),
+and an expert that several tokens share is read for all of them at once. The shared expert, if there is one, is one lane
+more with weight 1; its weights depend on no router, so they are asked for before the kernel in front has ended.
 
 Shapes: N tokens (1 to 8), C model width, F ffn width, E experts, k experts a token, P lanes of routed experts.
 """
@@ -16,58 +16,94 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gptoss.kernels.decode_rows import block_sizes, inverse_rms, rows_times
+from gptoss.kernels.decode_overlap import after_previous, let_next_start, overlap_options
+from gptoss.kernels.decode_rows import (
+    block_sizes,
+    load_columns,
+    load_rows_of,
+    load_tokens,
+    normalised,
+    products,
+)
+
+
+@triton.jit
+def choose_experts(
+    router, normed, weight_sum_min,
+    C: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The k experts of one token and their weights, as tuples. router: blocks of its rows; normed: of norm(x)."""
+    experts = tl.arange(0, EXPERTS)
+    logits = tl.sum(products(router, normed, C, BLOCK), 1)  # (E, 1) -> (E,)
+    logits = tl.where(experts < E, logits.to(normed[0].dtype).to(tl.float32), float("-inf"))
+    probabilities = tl.exp(logits - tl.max(logits, 0))
+    probabilities /= tl.sum(probabilities, 0)
+    left = tl.where(experts < E, probabilities, -1.0)
+    chosen, kept = (), ()
+    total = 0.0
+    for _ in tl.static_range(TOP):
+        largest, best = tl.max(left, 0, return_indices=True)  # the lowest index among equals
+        chosen, kept = chosen + (best,), kept + (largest,)
+        total += largest
+        left = tl.where(experts == best, -1.0, left)
+    weights = ()
+    for place in tl.static_range(TOP):
+        weights = weights + (kept[place] / tl.maximum(total, weight_sum_min),)
+    return chosen, weights
 
 
 @triton.jit
 def route_kernel(
     x, gamma, router, normed, indices, weights, eps, weight_sum_min,
-    C: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr,
-    WHOLE: tl.constexpr, EXPERTS: tl.constexpr, PLACES: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """normed (N, C), indices (N, k) and weights (N, k): softmax over all experts, the k largest, renormalised."""
+    let_next_start(PDL)
+    r = load_rows_of(router, tl.arange(0, EXPERTS), E, C, BLOCK)
+    g = load_columns(gamma, C, BLOCK)
+    after_previous(PDL)
     token = tl.program_id(0)
-    x += token * C
-    factor = inverse_rms(x, eps, C, 1, 1, WHOLE)
-    columns, experts = tl.arange(0, WHOLE), tl.arange(0, EXPERTS)
-    inside = columns < C
-    row = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gamma + columns, mask=inside, other=0.0).to(tl.float32)
-    dtype = normed.dtype.element_ty
-    row = (row[None, :] * factor[:, None] * g[None, :]).to(dtype)  # (1, C)
-    tl.store(normed + token * C + columns[None, :], row, mask=inside[None, :])
-    w = tl.load(
-        router + experts[:, None] * C + columns[None, :],
-        mask=(experts < E)[:, None] & inside[None, :], other=0.0,
-    )  # fmt: skip
-    logits = tl.sum(w.to(tl.float32) * row.to(tl.float32), 1).to(dtype).to(tl.float32)  # (E,)
-    logits = tl.where(experts < E, logits, float("-inf"))
-    probabilities = tl.exp(logits - tl.max(logits, 0))
-    probabilities /= tl.sum(probabilities, 0)
-    left = tl.where(experts < E, probabilities, -1.0)
-    places = tl.arange(0, PLACES)
-    chosen = tl.zeros((PLACES,), tl.int32)
-    kept = tl.zeros((PLACES,), tl.float32)
+    y = normalised(load_tokens(x + token * C, C, 1, 1, BLOCK), g, eps, C, BLOCK)
+    columns = tl.arange(0, BLOCK)[None, :]
+    for start in tl.static_range(0, C, BLOCK):
+        place = normed + token * C + start + columns
+        tl.store(place, y[start // BLOCK], mask=start + columns < C)
+    chosen, given = choose_experts(r, y, weight_sum_min, C, E, EXPERTS, TOP, BLOCK)
     for place in tl.static_range(TOP):
-        best = tl.argmax(left, 0)  # the lowest index among equals
-        chosen = tl.where(places == place, best, chosen)
-        kept = tl.where(places == place, tl.max(left, 0), kept)
-        left = tl.where(experts == best, -1.0, left)
-    kept /= tl.maximum(tl.sum(kept, 0), weight_sum_min)
-    tl.store(indices + token * TOP + places, chosen, mask=places < TOP)
-    tl.store(weights + token * TOP + places, kept, mask=places < TOP)
+        tl.store(indices + token * TOP + place, chosen[place])
+        tl.store(weights + token * TOP + place, given[place])
 
 
 @triton.jit
 def expert_of_lane(
-    indices, lane, SLOTS: tl.constexpr, N_SLOTS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr
+    indices, lane, N: tl.constexpr,
+    SLOTS: tl.constexpr, N_SLOTS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """The lane-th distinct expert among the selected ones, or E when there are fewer."""
-    slots, experts = tl.arange(0, SLOTS), tl.arange(0, EXPERTS)
-    chosen = tl.load(indices + slots, mask=slots < N_SLOTS, other=-1)
-    selected = tl.max((chosen[None, :] == experts[:, None]).to(tl.int32), 1)  # (E,)
-    before = tl.cumsum(selected, 0) - selected
-    return tl.min(tl.where((selected == 1) & (before == lane), experts, E), 0)
+    """The lane-th distinct expert among the selected ones, or E when there are fewer; of one token, its lane-th expert."""
+    if N == 1:
+        expert = tl.load(indices + lane).to(tl.int32)
+    else:
+        slots, experts = tl.arange(0, SLOTS), tl.arange(0, EXPERTS)
+        chosen = tl.load(indices + slots, mask=slots < N_SLOTS, other=-1)
+        selected = tl.max((chosen[None, :] == experts[:, None]).to(tl.int32), 1)  # (E,)
+        before = tl.cumsum(selected, 0) - selected
+        expert = tl.min(tl.where((selected == 1) & (before == lane), experts, E), 0)
+    return expert
+
+
+@triton.jit
+def store_gated(
+    hidden, gate, up, x, lane, first, F,
+    C: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """OUT rows of h = silu(W1 x) ∘ W3 x of one lane, from blocks of the weights and of x."""
+    rows, tokens = tl.arange(0, OUT), tl.arange(0, TOKENS)
+    a = products(gate, x, C, BLOCK)
+    h = a * tl.sigmoid(a) * products(up, x, C, BLOCK)
+    place = (lane * N + tokens)[None, :] * F + first + rows[:, None]
+    real = (rows < F - first)[:, None] & (tokens < N)[None, :]
+    tl.store(hidden + place, h.to(hidden.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -75,14 +111,17 @@ def up_kernel(
     x, indices, w1, w3, shared_w1, shared_w3, hidden, F,
     C: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, SLOTS: tl.constexpr, N_SLOTS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden (LANES [+ 1 shared], N, F): all tokens for each lane's expert; the down kernel weighs them."""
+    let_next_start(PDL)
+    after_previous(PDL)  # first of all: only the shared lane's weights are known before
     blocks = tl.cdiv(F, OUT)
     lane = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * OUT
     gate, up = w1, w3
     if lane < LANES:
-        expert = expert_of_lane(indices, lane, SLOTS, N_SLOTS, E, EXPERTS)
+        expert = expert_of_lane(indices, lane, N, SLOTS, N_SLOTS, E, EXPERTS)
         base = tl.cast(expert, tl.int64) * F * C
         active = expert < E
     else:
@@ -90,14 +129,12 @@ def up_kernel(
         base = tl.cast(0, tl.int64)
         active = lane == LANES
     if active:
-        rows, tokens = tl.arange(0, OUT), tl.arange(0, TOKENS)
+        rows = tl.arange(0, OUT)
         base += tl.cast(first, tl.int64) * C
-        a = rows_times(x, gate + base, rows, F - first, C, N, TOKENS, OUT, BLOCK, 1.0, x, False)
-        b = rows_times(x, up + base, rows, F - first, C, N, TOKENS, OUT, BLOCK, 1.0, x, False)
-        h = a * tl.sigmoid(a) * b
-        place = (lane * N + tokens)[None, :] * F + first + rows[:, None]
-        real = (rows < F - first)[:, None] & (tokens < N)[None, :]
-        tl.store(hidden + place, h.to(hidden.dtype.element_ty), mask=real)
+        a = load_rows_of(gate + base, rows, F - first, C, BLOCK)
+        b = load_rows_of(up + base, rows, F - first, C, BLOCK)
+        t = load_tokens(x, C, N, TOKENS, BLOCK)
+        store_gated(hidden, a, b, t, lane, first, F, C, N, TOKENS, OUT, BLOCK)
 
 
 @triton.jit
@@ -109,17 +146,21 @@ def lane_output(
 ):  # fmt: skip
     """What a lane's expert adds to (OUT, TOKENS). A lane without expert reads no weight and adds 0: no branch to wait for."""
     rows, tokens, places = tl.arange(0, OUT), tl.arange(0, TOKENS), tl.arange(0, PLACES)
-    expert = expert_of_lane(indices, lane, SLOTS, N_SLOTS, E, EXPERTS)
-    # The weight that each token gives this expert: 0 where it did not choose it.
-    slot = tokens[:, None] * TOP + places[None, :]
-    mine = (places < TOP)[None, :] & (tokens < N)[:, None]
-    chosen = tl.load(indices + slot, mask=mine, other=-1) == expert
-    given = tl.load(weights + slot, mask=mine & chosen, other=0.0).to(tl.float32)
-    part = rows_times(
-        hidden + lane * N * C, w2 + (tl.cast(expert, tl.int64) * OUTPUTS + first) * C,
-        rows, tl.where(expert < E, OUTPUTS - first, 0), C, N, TOKENS, OUT, BLOCK, 1.0, hidden, False,
+    expert = expert_of_lane(indices, lane, N, SLOTS, N_SLOTS, E, EXPERTS)
+    if N == 1:
+        share = tl.load(weights + lane).to(tl.float32)
+    else:  # the weight that each token gives this expert: 0 where it did not choose it
+        slot = tokens[:, None] * TOP + places[None, :]
+        mine = (places < TOP)[None, :] & (tokens < N)[:, None]
+        chosen = tl.load(indices + slot, mask=mine, other=-1) == expert
+        given = tl.load(weights + slot, mask=mine & chosen, other=0.0).to(tl.float32)
+        share = tl.sum(given, 1)[None, :]
+    w = load_rows_of(
+        w2 + (tl.cast(expert, tl.int64) * OUTPUTS + first) * C,
+        rows, tl.where(expert < E, OUTPUTS - first, 0), C, BLOCK,
     )  # fmt: skip
-    return tl.where(expert < E, part, 0.0) * tl.sum(given, 1)[None, :]
+    part = products(w, load_tokens(hidden + lane * N * C, C, N, TOKENS, BLOCK), C, BLOCK)
+    return tl.where(expert < E, part, 0.0) * share
 
 
 @triton.jit
@@ -128,10 +169,20 @@ def down_kernel(
     C: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, SHARED: tl.constexpr, TOP: tl.constexpr, PLACES: tl.constexpr,
     SLOTS: tl.constexpr, N_SLOTS: tl.constexpr, E: tl.constexpr, EXPERTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out (N, OUTPUTS). Here C is the width that is summed over, the experts' F, and OUTPUTS the model's width."""
+    let_next_start(PDL)
     first = tl.program_id(0) * OUT
     rows, tokens = tl.arange(0, OUT), tl.arange(0, TOKENS)
+    n_rows = OUTPUTS - first
+    if SHARED:
+        shared = load_rows_of(shared_w2 + tl.cast(first, tl.int64) * C, rows, n_rows, C, BLOCK)
+    after_previous(PDL)
+    place = tokens[None, :] * OUTPUTS + first + rows[:, None]
+    real = (rows < n_rows)[:, None] & (tokens < N)[None, :]
+    if HAS_RESIDUAL:
+        before = tl.load(residual + place, mask=real, other=0.0)
     y = tl.zeros((OUT, TOKENS), tl.float32)
     if LANES <= 2:  # unrolled: the loads of all lanes are under way together
         for lane in tl.static_range(LANES):
@@ -146,20 +197,22 @@ def down_kernel(
                 C, N, TOKENS, OUT, BLOCK, TOP, PLACES, SLOTS, N_SLOTS, E, EXPERTS,
             )  # fmt: skip
     if SHARED:
-        y += rows_times(
-            hidden + LANES * N * C, shared_w2 + tl.cast(first, tl.int64) * C, rows, OUTPUTS - first,
-            C, N, TOKENS, OUT, BLOCK, 1.0, hidden, False,
-        )  # fmt: skip
+        t = load_tokens(hidden + LANES * N * C, C, N, TOKENS, BLOCK)
+        y += products(shared, t, C, BLOCK)
     y = y.to(out.dtype.element_ty)
-    place = tokens[None, :] * OUTPUTS + first + rows[:, None]
-    real = (rows < OUTPUTS - first)[:, None] & (tokens < N)[None, :]
     if HAS_RESIDUAL:
-        y += tl.load(residual + place, mask=real, other=0.0)
+        y += before
     tl.store(out + place, y, mask=real)
 
 
 def launch_route(
-    x: Tensor, gamma: Tensor, router: Tensor, k: int, eps: float, weight_sum_min: float
+    x: Tensor,
+    gamma: Tensor,
+    router: Tensor,
+    k: int,
+    eps: float,
+    weight_sum_min: float,
+    overlap: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(normed (N, C), indices (N, k) int32, weights (N, k) fp32)."""
     (N, C), E = x.shape, router.shape[0]
@@ -172,10 +225,10 @@ def launch_route(
             C=C,
             E=E,
             TOP=k,
-            WHOLE=triton.next_power_of_2(C),
             EXPERTS=triton.next_power_of_2(E),
-            PLACES=triton.next_power_of_2(k),
+            BLOCK=block_sizes(1, C)["BLOCK"],
             num_warps=8,
+            **overlap_options(x.device, overlap),
         )
     return normed, indices, weights
 
@@ -192,10 +245,11 @@ def launch_experts(
     up_rows: int = 2,
     down_rows: int = 2,
     warps: int = 2,
+    overlap: bool = True,
 ) -> Tensor:
     """(N, C) in x's dtype; all tensors contiguous."""
     (N, C), (E, F), k = x.shape, w1.shape[:2], indices.shape[1]
-    lanes = min(E, N * k)
+    lanes = k if N == 1 else min(E, N * k)
     lane_constants = dict(
         LANES=lanes,
         SLOTS=triton.next_power_of_2(N * k),
@@ -203,6 +257,7 @@ def launch_experts(
         E=E,
         EXPERTS=triton.next_power_of_2(E),
         num_warps=warps,
+        **overlap_options(x.device, overlap),
     )
     hidden = x.new_empty((lanes + (shared is not None), N, F))
     out = torch.empty_like(x)

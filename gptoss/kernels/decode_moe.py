@@ -17,10 +17,19 @@ def decode_route(
     k: int,
     eps: float = 1e-5,
     weight_sum_min: float = 1e-6,
+    overlap: bool = True,
 ) -> tuple[Float[Tensor, "N C"], Int[Tensor, "N k"], Float[Tensor, "N k"]]:
     """Normalise each token and choose its experts, as `MoERouter` does.
 
     p = softmax(W_r·norm(x)) over all experts in fp32; the k largest (the lower index among equals) over their sum.
+
+    Args:
+        x: up to 8 rows.
+        norm_weight: γ of the RMSNorm in front; `eps` its ε.
+        router_weight: W_r.
+        k: experts a token.
+        weight_sum_min: the least that their sum counts as.
+        overlap: let the kernels around this one overlap with it, where the GPU can (`decode_overlap.py`).
 
     Returns:
         norm(x); indices, int32, largest weight first; weights in fp32, summing to 1.
@@ -35,7 +44,7 @@ def decode_route(
     if not 0 < k <= router_weight.shape[0]:
         raise ValueError(f"expected k from 1 to {router_weight.shape[0]} experts, got {k}")
     require_decode_kernels()
-    return _decode_route(x, norm_weight, router_weight, k, eps, weight_sum_min)
+    return _decode_route(x, norm_weight, router_weight, k, eps, weight_sum_min, overlap)
 
 
 def decode_experts(
@@ -47,6 +56,7 @@ def decode_experts(
     w2: Float[Tensor, "E C F"],
     shared: tuple[Tensor, Tensor, Tensor] | None = None,
     residual: Float[Tensor, "N C"] | None = None,
+    overlap: bool = True,
 ) -> Float[Tensor, "N C"]:
     """The chosen experts of a few tokens, every selected weight read once whoever shares it.
 
@@ -59,6 +69,7 @@ def decode_experts(
         shared: w1 (F, C), w3 (F, C), w2 (C, F) of the shared expert. Several shared experts are one with their F
             concatenated; here F must equal the routed experts'.
         residual: added, in x's dtype.
+        overlap: let the kernels around this one overlap with it, where the GPU can (`decode_overlap.py`).
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -80,21 +91,34 @@ def decode_experts(
             f"expected shared weights ({F}, {C}), ({F}, {C}), ({C}, {F}), got {[tuple(t.shape) for t in shared]}"
         )
     require_decode_kernels()
-    return _decode_experts(x, indices, weights, w1, w3, w2, list(shared or ()), residual)
+    return _decode_experts(x, indices, weights, w1, w3, w2, list(shared or ()), residual, overlap)
 
 
 @torch.library.custom_op("gptoss::decode_route", mutates_args=())
 def _decode_route(
-    x: Tensor, norm_weight: Tensor, router: Tensor, k: int, eps: float, weight_sum_min: float
+    x: Tensor,
+    norm_weight: Tensor,
+    router: Tensor,
+    k: int,
+    eps: float,
+    weight_sum_min: float,
+    overlap: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from gptoss.kernels.decode_experts import launch_route
 
-    return launch_route(x.contiguous(), norm_weight, router.contiguous(), k, eps, weight_sum_min)
+    x, router = x.contiguous(), router.contiguous()
+    return launch_route(x, norm_weight, router, k, eps, weight_sum_min, overlap)
 
 
 @_decode_route.register_fake
 def _(
-    x: Tensor, norm_weight: Tensor, router: Tensor, k: int, eps: float, weight_sum_min: float
+    x: Tensor,
+    norm_weight: Tensor,
+    router: Tensor,
+    k: int,
+    eps: float,
+    weight_sum_min: float,
+    overlap: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (x.shape[0], k)
     return (
@@ -114,6 +138,7 @@ def _decode_experts(
     w2: Tensor,
     shared: list[Tensor],
     residual: Tensor | None,
+    overlap: bool = True,
 ) -> Tensor:
     from gptoss.kernels.decode_experts import launch_experts
 
@@ -123,7 +148,7 @@ def _decode_experts(
         t.contiguous() for t in (x, indices, weights, w1, w3, w2, *shared)
     )
     trio = (rest[0], rest[1], rest[2]) if rest else None
-    return launch_experts(x, indices, weights, w1, w3, w2, trio, residual)
+    return launch_experts(x, indices, weights, w1, w3, w2, trio, residual, overlap=overlap)
 
 
 @_decode_experts.register_fake
@@ -136,5 +161,6 @@ def _(
     w2: Tensor,
     shared: list[Tensor],
     residual: Tensor | None,
+    overlap: bool = True,
 ) -> Tensor:
     return x.new_empty(x.shape)
