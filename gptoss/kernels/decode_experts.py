@@ -19,9 +19,9 @@ from torch import Tensor
 from gptoss.kernels.decode_overlap import after_previous, let_next_start, overlap_options
 from gptoss.kernels.decode_rows import (
     block_sizes,
-    load_columns,
-    load_rows_of,
+    load_gamma,
     load_tokens,
+    load_weight,
     normalised,
     products,
 )
@@ -60,15 +60,15 @@ def route_kernel(
 ):  # fmt: skip
     """normed (N, C), indices (N, k) and weights (N, k): softmax over all experts, the k largest, renormalised."""
     let_next_start(PDL)
-    r = load_rows_of(router, tl.arange(0, EXPERTS), E, C, BLOCK)
-    g = load_columns(gamma, C, BLOCK)
+    r = load_weight(router, tl.arange(0, EXPERTS), E, C, BLOCK)
+    g = load_gamma(gamma, C, 1, EXPERTS, BLOCK)
     after_previous(PDL)
     token = tl.program_id(0)
-    y = normalised(load_tokens(x + token * C, C, 1, 1, BLOCK), g, eps, C, BLOCK)
-    columns = tl.arange(0, BLOCK)[None, :]
+    y = normalised(load_tokens(x + token * C, C, 1, 1, EXPERTS, BLOCK), g, eps, C, BLOCK)
+    copy, columns = tl.arange(0, EXPERTS)[:, None, None], tl.arange(0, BLOCK)[None, None, :]
     for start in tl.static_range(0, C, BLOCK):
-        place = normed + token * C + start + columns
-        tl.store(place, y[start // BLOCK], mask=start + columns < C)
+        place = normed + token * C + start + 0 * copy + columns
+        tl.store(place, y[start // BLOCK], mask=(copy == 0) & (start + columns < C))
     chosen, given = choose_experts(r, y, weight_sum_min, C, E, EXPERTS, TOP, BLOCK)
     for place in tl.static_range(TOP):
         tl.store(indices + token * TOP + place, chosen[place])
@@ -131,22 +131,20 @@ def up_kernel(
     if active:
         rows = tl.arange(0, OUT)
         base += tl.cast(first, tl.int64) * C
-        a = load_rows_of(gate + base, rows, F - first, C, BLOCK)
-        b = load_rows_of(up + base, rows, F - first, C, BLOCK)
-        t = load_tokens(x, C, N, TOKENS, BLOCK)
+        a = load_weight(gate + base, rows, F - first, C, BLOCK)
+        b = load_weight(up + base, rows, F - first, C, BLOCK)
+        t = load_tokens(x, C, N, TOKENS, OUT, BLOCK)
         store_gated(hidden, a, b, t, lane, first, F, C, N, TOKENS, OUT, BLOCK)
 
 
 @triton.jit
 def lane_output(
-    hidden, indices, weights, w2, lane, first, OUTPUTS,
+    hidden, indices, weights, w2, expert, lane, first, OUTPUTS,
     C: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
-    TOP: tl.constexpr, PLACES: tl.constexpr, SLOTS: tl.constexpr, N_SLOTS: tl.constexpr,
-    E: tl.constexpr, EXPERTS: tl.constexpr,
+    TOP: tl.constexpr, PLACES: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """What a lane's expert adds to (OUT, TOKENS). A lane without expert reads no weight and adds 0: no branch to wait for."""
     rows, tokens, places = tl.arange(0, OUT), tl.arange(0, TOKENS), tl.arange(0, PLACES)
-    expert = expert_of_lane(indices, lane, N, SLOTS, N_SLOTS, E, EXPERTS)
     if N == 1:
         share = tl.load(weights + lane).to(tl.float32)
     else:  # the weight that each token gives this expert: 0 where it did not choose it
@@ -155,11 +153,11 @@ def lane_output(
         chosen = tl.load(indices + slot, mask=mine, other=-1) == expert
         given = tl.load(weights + slot, mask=mine & chosen, other=0.0).to(tl.float32)
         share = tl.sum(given, 1)[None, :]
-    w = load_rows_of(
+    w = load_weight(
         w2 + (tl.cast(expert, tl.int64) * OUTPUTS + first) * C,
         rows, tl.where(expert < E, OUTPUTS - first, 0), C, BLOCK,
     )  # fmt: skip
-    part = products(w, load_tokens(hidden + lane * N * C, C, N, TOKENS, BLOCK), C, BLOCK)
+    part = products(w, load_tokens(hidden + lane * N * C, C, N, TOKENS, OUT, BLOCK), C, BLOCK)
     return tl.where(expert < E, part, 0.0) * share
 
 
@@ -177,7 +175,7 @@ def down_kernel(
     rows, tokens = tl.arange(0, OUT), tl.arange(0, TOKENS)
     n_rows = OUTPUTS - first
     if SHARED:
-        shared = load_rows_of(shared_w2 + tl.cast(first, tl.int64) * C, rows, n_rows, C, BLOCK)
+        shared = load_weight(shared_w2 + tl.cast(first, tl.int64) * C, rows, n_rows, C, BLOCK)
     after_previous(PDL)
     place = tokens[None, :] * OUTPUTS + first + rows[:, None]
     real = (rows < n_rows)[:, None] & (tokens < N)[None, :]
@@ -185,19 +183,23 @@ def down_kernel(
         before = tl.load(residual + place, mask=real, other=0.0)
     y = tl.zeros((OUT, TOKENS), tl.float32)
     if LANES <= 2:  # unrolled: the loads of all lanes are under way together
+        experts = ()
+        for lane in tl.static_range(LANES):
+            experts = experts + (expert_of_lane(indices, lane, N, SLOTS, N_SLOTS, E, EXPERTS),)
         for lane in tl.static_range(LANES):
             y += lane_output(
-                hidden, indices, weights, w2, lane, first, OUTPUTS,
-                C, N, TOKENS, OUT, BLOCK, TOP, PLACES, SLOTS, N_SLOTS, E, EXPERTS,
+                hidden, indices, weights, w2, experts[lane], lane, first, OUTPUTS,
+                C, N, TOKENS, OUT, BLOCK, TOP, PLACES, E,
             )  # fmt: skip
     else:
         for lane in range(0, LANES):
+            expert = expert_of_lane(indices, lane, N, SLOTS, N_SLOTS, E, EXPERTS)
             y += lane_output(
-                hidden, indices, weights, w2, lane, first, OUTPUTS,
-                C, N, TOKENS, OUT, BLOCK, TOP, PLACES, SLOTS, N_SLOTS, E, EXPERTS,
+                hidden, indices, weights, w2, expert, lane, first, OUTPUTS,
+                C, N, TOKENS, OUT, BLOCK, TOP, PLACES, E,
             )  # fmt: skip
     if SHARED:
-        t = load_tokens(hidden + LANES * N * C, C, N, TOKENS, BLOCK)
+        t = load_tokens(hidden + LANES * N * C, C, N, TOKENS, OUT, BLOCK)
         y += products(shared, t, C, BLOCK)
     y = y.to(out.dtype.element_ty)
     if HAS_RESIDUAL:

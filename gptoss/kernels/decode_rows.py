@@ -21,56 +21,65 @@ MAX_TOKENS = 8
 
 
 @triton.jit
-def load_columns(vector, C: tl.constexpr, BLOCK: tl.constexpr):
-    """vector (C,) as a tuple of blocks (BLOCK,)."""
+def load_weight(weight, rows, n_rows, C: tl.constexpr, BLOCK: tl.constexpr):
+    """weight[rows] as a tuple of blocks (OUT, 1, BLOCK): all loads are under way, none is waited for."""
     columns = tl.arange(0, BLOCK)
     blocks = ()
     for start in tl.static_range(0, C, BLOCK):
-        blocks = blocks + (tl.load(vector + start + columns, mask=start + columns < C, other=0.0),)
-    return blocks
-
-
-@triton.jit
-def load_rows_of(weight, rows, n_rows, C: tl.constexpr, BLOCK: tl.constexpr):
-    """weight[rows] as a tuple of blocks (OUT, BLOCK): all loads are under way, none is waited for."""
-    columns = tl.arange(0, BLOCK)
-    blocks = ()
-    for start in tl.static_range(0, C, BLOCK):
-        inside = (rows < n_rows)[:, None] & (start + columns < C)[None, :]
-        place = weight + rows[:, None] * C + start + columns[None, :]
+        inside = (rows < n_rows)[:, None, None] & (start + columns < C)[None, None, :]
+        place = weight + rows[:, None, None] * C + start + columns[None, None, :]
         blocks = blocks + (tl.load(place, mask=inside, other=0.0),)
     return blocks
 
 
 @triton.jit
-def load_tokens(x, C: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """N contiguous rows as a tuple of blocks (TOKENS, BLOCK)."""
-    return load_rows_of(x, tl.arange(0, TOKENS), N, C, BLOCK)
+def load_tokens(
+    x, C: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """N contiguous rows as a tuple of blocks (1, TOKENS, BLOCK); of one token (OUT, 1, BLOCK), its row OUT times.
+
+    So each thread loads the very columns that its block of the weight multiplies, and nothing has to pass from thread to
+    thread through shared memory, which costs a barrier each time.
+    """
+    COPIES: tl.constexpr = OUT if TOKENS == 1 else 1
+    columns, tokens = tl.arange(0, BLOCK)[None, None, :], tl.arange(0, TOKENS)[None, :, None]
+    blocks = ()
+    for start in tl.static_range(0, C, BLOCK):
+        inside = tl.broadcast_to((tokens < N) & (start + columns < C), (COPIES, TOKENS, BLOCK))
+        place = tl.broadcast_to(tokens * C + start + columns, (COPIES, TOKENS, BLOCK))
+        blocks = blocks + (tl.load(x + place, mask=inside, other=0.0),)
+    return blocks
+
+
+@triton.jit
+def load_gamma(
+    gamma, C: tl.constexpr, TOKENS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """γ (C,) in blocks as `load_tokens` has them, (1 or OUT, 1, BLOCK)."""
+    return load_tokens(gamma, C, 1, 1, OUT if TOKENS == 1 else 1, BLOCK)
 
 
 @triton.jit
 def normalised(tokens, gamma, eps, C: tl.constexpr, BLOCK: tl.constexpr):
-    """RMSNorm of rows in blocks, rounded as the model rounds it. gamma: blocks of γ."""
-    squares = 0.0
-    for start in tl.static_range(0, C, BLOCK):
+    """RMSNorm of rows in blocks, rounded as the model rounds it. gamma: γ in the blocks of one token."""
+    squares = tokens[0].to(tl.float32) * tokens[0].to(tl.float32)
+    for start in tl.static_range(BLOCK, C, BLOCK):
         t = tokens[start // BLOCK].to(tl.float32)
-        squares += tl.sum(t * t, 1)
-    factor = tl.rsqrt(squares / C + eps)  # (TOKENS,)
+        squares += t * t
+    factor = tl.rsqrt(tl.sum(squares, 2) / C + eps)[:, :, None]
     blocks = ()
     for start in tl.static_range(0, C, BLOCK):
-        t = tokens[start // BLOCK]
-        g = gamma[start // BLOCK].to(tl.float32)
-        blocks = blocks + ((t.to(tl.float32) * factor[:, None] * g[None, :]).to(t.dtype),)
+        t, g = tokens[start // BLOCK], gamma[start // BLOCK].to(tl.float32)
+        blocks = blocks + ((t.to(tl.float32) * factor * g).to(t.dtype),)
     return blocks
 
 
 @triton.jit
 def products(weight, tokens, C: tl.constexpr, BLOCK: tl.constexpr):
     """weight · xᵀ as (OUT, TOKENS) in fp32, both in blocks: added over the blocks, then across the threads."""
-    total = weight[0].to(tl.float32)[:, None, :] * tokens[0].to(tl.float32)[None, :, :]
+    total = weight[0].to(tl.float32) * tokens[0].to(tl.float32)
     for start in tl.static_range(BLOCK, C, BLOCK):
-        w, t = weight[start // BLOCK].to(tl.float32), tokens[start // BLOCK].to(tl.float32)
-        total += w[:, None, :] * t[None, :, :]
+        total += weight[start // BLOCK].to(tl.float32) * tokens[start // BLOCK].to(tl.float32)
     return tl.sum(total, 2)
 
 
@@ -84,11 +93,11 @@ def linear_kernel(
     let_next_start(PDL)
     first = tl.program_id(0) * OUT
     rows, tokens = tl.arange(0, OUT), tl.arange(0, TOKENS)
-    w = load_rows_of(weight + tl.cast(first, tl.int64) * C, rows, OUTPUTS - first, C, BLOCK)
+    w = load_weight(weight + tl.cast(first, tl.int64) * C, rows, OUTPUTS - first, C, BLOCK)
     if NORMED:
-        g = load_columns(gamma, C, BLOCK)
+        g = load_gamma(gamma, C, TOKENS, OUT, BLOCK)
     after_previous(PDL)
-    t = load_tokens(x, C, N, TOKENS, BLOCK)
+    t = load_tokens(x, C, N, TOKENS, OUT, BLOCK)
     place = tokens[None, :] * OUTPUTS + first + rows[:, None]
     real = (rows < OUTPUTS - first)[:, None] & (tokens < N)[None, :]
     if HAS_RESIDUAL:
@@ -113,45 +122,40 @@ def qkv_kernel(
     first = (
         tl.program_id(0) * OUT
     )  # of the rows of q_weight, then of kv_weight's keys, then of its values
-    rows, tokens = tl.arange(0, OUT), tl.arange(0, TOKENS)
     head, within = first // D, first % D
     weight = q_weight
     if first >= H * D:
         weight = kv_weight - H * D * C
-    w = load_rows_of(weight + first * C, rows, OUT, C, BLOCK)
-    g = load_columns(gamma, C, BLOCK)
+    # The rows 2i and 2i + 1 turn together, so each thread has both.
+    HALF: tl.constexpr = OUT // 2
+    pairs, tokens = tl.arange(0, HALF), tl.arange(0, TOKENS)
+    even_w = load_weight(weight + first * C, 2 * pairs, OUT, C, BLOCK)
+    odd_w = load_weight(weight + first * C, 2 * pairs + 1, OUT, C, BLOCK)
+    g = load_gamma(gamma, C, TOKENS, HALF, BLOCK)
     after_previous(PDL)
-    t = load_tokens(x, C, N, TOKENS, BLOCK)
-    pairs = within // 2 + tl.arange(0, OUT // 2)
-    angle = tokens[None, :] * (D // 2) + pairs[:, None]
-    real = (tokens < N)[None, :]
+    t = load_tokens(x, C, N, TOKENS, HALF, BLOCK)
+    angle = tokens[None, :] * (D // 2) + (within // 2 + pairs)[:, None]
+    real = tl.broadcast_to((tokens < N)[None, :], (HALF, TOKENS))
     c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
     slot = tl.load(slots + tokens, mask=tokens < N, other=0).to(tl.int64)
-    y = products(w, normalised(t, g, eps, C, BLOCK), C, BLOCK).to(x.dtype.element_ty)
+    t = normalised(t, g, eps, C, BLOCK)
+    even = products(even_w, t, C, BLOCK).to(x.dtype.element_ty).to(tl.float32)  # (OUT/2, TOKENS)
+    odd = products(odd_w, t, C, BLOCK).to(x.dtype.element_ty).to(tl.float32)
+    if head < H + K:
+        even, odd = even * c - odd * s, even * s + odd * c
 
-    # The pair (2i, 2i + 1) turns by its angle.
-    even, odd = tl.split(y.reshape(OUT // 2, 2, TOKENS).permute(0, 2, 1))  # each (OUT/2, TOKENS)
-    even, odd = even.to(tl.float32), odd.to(tl.float32)
-    turned = tl.join(even * c - odd * s, even * s + odd * c)  # (OUT/2, TOKENS, 2)
-    turned = turned.permute(0, 2, 1).reshape(OUT, TOKENS).to(y.dtype)
-
-    real = ((rows < OUT)[:, None]) & (tokens < N)[None, :]
     batch = tokens.to(tl.int64)
     if head < H:
-        tl.store(q + (tokens * H * D)[None, :] + first + rows[:, None], turned, mask=real)
+        place = q + (tokens * H * D)[None, :] + (first + 2 * pairs)[:, None]
     elif head < H + K:
-        place = batch * k_batch + (head - H) * k_head + slot * k_row
-        tl.store(
-            k_cache + place[None, :] + within + rows[:, None],
-            turned.to(k_cache.dtype.element_ty), mask=real,
-        )  # fmt: skip
+        row = batch * k_batch + (head - H) * k_head + slot * k_row
+        place = k_cache + row[None, :] + (within + 2 * pairs)[:, None]
     else:
-        place = batch * v_batch + (head - H - K) * v_head + slot * v_row
-        tl.store(
-            v_cache + place[None, :] + within + rows[:, None],
-            y.to(v_cache.dtype.element_ty), mask=real,
-        )  # fmt: skip
+        row = batch * v_batch + (head - H - K) * v_head + slot * v_row
+        place = v_cache + row[None, :] + (within + 2 * pairs)[:, None]
+    tl.store(place, even.to(place.dtype.element_ty), mask=real)
+    tl.store(place + 1, odd.to(place.dtype.element_ty), mask=real)
 
 
 def block_sizes(n_tokens: int, width: int) -> dict[str, int]:
@@ -199,7 +203,7 @@ def launch_qkv(
     v_cache: Tensor,
     eps: float,
     out_rows: int = 4,
-    warps: int = 4,
+    warps: int = 2,
     overlap: bool = True,
 ) -> Tensor:
     """q (N, H, D); k and v go into row `slots[n]` of the caches (N, K, M, D)."""
