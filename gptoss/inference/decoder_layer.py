@@ -16,6 +16,7 @@ from gptoss.kernels.decode import (
     decode_attention,
     decode_experts,
     decode_linear,
+    decode_moe,
     decode_qkv,
     decode_route,
 )
@@ -158,14 +159,16 @@ def run_layer(
     )
     a = decode_attention(q, k_cache, v_cache, place.length, w.sink, overlap=overlap)  # (1, H, 1, D)
     x = decode_linear(a.flatten(1), w.o, residual=x, overlap=overlap)  # (1, H·D) -> (1, C)
+    if w.more_shared is None:
+        return decode_moe(
+            x, w.norm2, w.router, w.w1, w.w3, w.w2, w.n_activated, w.shared, w.eps, overlap=overlap
+        )
     y, indices, given = decode_route(x, w.norm2, w.router, w.n_activated, w.eps, overlap=overlap)
     x = decode_experts(y, indices, given, w.w1, w.w3, w.w2, w.shared, x, overlap)
-    if w.more_shared is not None:
-        n = w.more_shared[0].shape[0]
-        every = torch.arange(n, dtype=torch.int32, device=x.device)[None]  # (1, S - 1)
-        ones = torch.ones((1, n), device=x.device)
-        x = decode_experts(y, every, ones, *w.more_shared, None, x, overlap)
-    return x
+    n = w.more_shared[0].shape[0]
+    every = torch.arange(n, dtype=torch.int32, device=x.device)[None]  # (1, S - 1)
+    ones = torch.ones((1, n), device=x.device)
+    return decode_experts(y, every, ones, *w.more_shared, None, x, overlap)
 
 
 def _stacked(experts: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,8 +3,7 @@
     q = decode_qkv(x, …)                 norm, projections, rotary; k and v go into the caches
     a = decode_attention(q, k, v, …)     each cached key read once for its group of query heads
     x = decode_linear(a, W_o, residual=x)
-    y, indices, weights = decode_route(x, …)
-    x = decode_experts(y, indices, weights, …, residual=x)
+    x = decode_moe(x, …)                 norm, router and experts; for several tokens decode_route, then decode_experts
 
 At batch 1 nothing is computed twice and nothing multiplies enough to matter: the time is that of reading the weights and
 the cache, plus a launch for each kernel. So the kernels are few, each starts while the one before it ends
@@ -22,9 +21,16 @@ from torch import Tensor
 
 from gptoss.kernels.decode_checks import require_decode_kernels
 from gptoss.kernels.decode_linear import decode_linear, decode_qkv
-from gptoss.kernels.decode_moe import decode_experts, decode_route
+from gptoss.kernels.decode_moe import decode_experts, decode_moe, decode_route
 
-__all__ = ["decode_attention", "decode_experts", "decode_linear", "decode_qkv", "decode_route"]
+__all__ = [
+    "decode_attention",
+    "decode_experts",
+    "decode_linear",
+    "decode_moe",
+    "decode_qkv",
+    "decode_route",
+]
 
 MAX_QUERY_ROWS = 64
 

@@ -4,7 +4,9 @@
     up       h = silu(W1 x) ∘ W3 x for every selected expert                            OUT rows of F a program
     down     out = residual + Σ_e weight_e · W2[e] h_e                                  OUT rows of C a program
 
-The last two have one lane for each *distinct* selected expert: N tokens with k experts each select at most min(E, N·k),
+Of a single token, route and up are one kernel: every program of up makes the choice itself.
+
+Up and down have one lane for each *distinct* selected expert: N tokens with k experts each select at most min(E, N·k),
 and an expert that several tokens share is read for all of them at once. The shared expert, if there is one, is one lane
 more with weight 1; its weights depend on no router, so they are asked for before the kernel in front has ended.
 
@@ -34,7 +36,9 @@ def choose_experts(
 ):  # fmt: skip
     """The k experts of one token and their weights, as tuples. router: blocks of its rows; normed: of norm(x)."""
     experts = tl.arange(0, EXPERTS)
-    logits = tl.sum(products(router, normed, C, BLOCK), 1)  # (E, 1) -> (E,)
+    logits = products(router, normed, C, BLOCK)  # (E, 1): each warp has some of them
+    # One sum over the diagonal gives all of them to every warp; what follows then needs no barrier.
+    logits = tl.sum(tl.where(experts[:, None] == experts[None, :], logits, 0.0), 0)  # (E,)
     logits = tl.where(experts < E, logits.to(normed[0].dtype).to(tl.float32), float("-inf"))
     probabilities = tl.exp(logits - tl.max(logits, 0))
     probabilities /= tl.sum(probabilities, 0)
@@ -135,6 +139,54 @@ def up_kernel(
         b = load_weight(up + base, rows, F - first, C, BLOCK)
         t = load_tokens(x, C, N, TOKENS, OUT, BLOCK)
         store_gated(hidden, a, b, t, lane, first, F, C, N, TOKENS, OUT, BLOCK)
+
+
+@triton.jit
+def routed_up_kernel(
+    x, gamma, router, w1, w3, shared_w1, shared_w3, hidden, indices, weights, eps, weight_sum_min, F,
+    C: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, EXPERTS: tl.constexpr,
+    OUT: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """For one token route and up in one: hidden (k [+ 1 shared], 1, F), and the choice for the down kernel.
+
+    Each program makes the choice anew: 2·E·C operations on a router that is in the L2 cache, in place of a launch and of
+    a kernel that occupies one multiprocessor while the others have nothing to do. It owns OUT rows of all lanes.
+    """
+    let_next_start(PDL)
+    first = tl.program_id(0) * OUT
+    rows = tl.arange(0, OUT)
+    n_rows = F - first
+    offset = tl.cast(first, tl.int64) * C
+    r = load_weight(router, tl.arange(0, EXPERTS), E, C, BLOCK)
+    r_gamma = load_gamma(gamma, C, 1, EXPERTS, BLOCK)
+    g = load_gamma(gamma, C, 1, OUT, BLOCK)
+    if SHARED:
+        shared_gate = load_weight(shared_w1 + offset, rows, n_rows, C, BLOCK)
+        shared_up = load_weight(shared_w3 + offset, rows, n_rows, C, BLOCK)
+    after_previous(PDL)
+    y = normalised(load_tokens(x, C, 1, 1, EXPERTS, BLOCK), r_gamma, eps, C, BLOCK)
+    chosen, given = choose_experts(r, y, weight_sum_min, C, E, EXPERTS, TOP, BLOCK)
+    if tl.program_id(0) == 0:
+        for lane in tl.static_range(TOP):
+            tl.store(indices + lane, chosen[lane])
+            tl.store(weights + lane, given[lane])
+    t = normalised(load_tokens(x, C, 1, 1, OUT, BLOCK), g, eps, C, BLOCK)
+    if TOP <= 2:  # the loads of all lanes are under way while the shared expert's products are formed
+        gates, ups = (), ()
+        for lane in tl.static_range(TOP):
+            base = tl.cast(chosen[lane], tl.int64) * F * C + offset
+            gates = gates + (load_weight(w1 + base, rows, n_rows, C, BLOCK),)
+            ups = ups + (load_weight(w3 + base, rows, n_rows, C, BLOCK),)
+    if SHARED:
+        store_gated(hidden, shared_gate, shared_up, t, TOP, first, F, C, 1, 1, OUT, BLOCK)
+    for lane in tl.static_range(TOP):
+        if TOP <= 2:
+            store_gated(hidden, gates[lane], ups[lane], t, lane, first, F, C, 1, 1, OUT, BLOCK)
+        else:
+            base = tl.cast(chosen[lane], tl.int64) * F * C + offset
+            gate = load_weight(w1 + base, rows, n_rows, C, BLOCK)
+            up = load_weight(w3 + base, rows, n_rows, C, BLOCK)
+            store_gated(hidden, gate, up, t, lane, first, F, C, 1, 1, OUT, BLOCK)
 
 
 @triton.jit
@@ -251,34 +303,97 @@ def launch_experts(
 ) -> Tensor:
     """(N, C) in x's dtype; all tensors contiguous."""
     (N, C), (E, F), k = x.shape, w1.shape[:2], indices.shape[1]
-    lanes = k if N == 1 else min(E, N * k)
-    lane_constants = dict(
-        LANES=lanes,
-        SLOTS=triton.next_power_of_2(N * k),
-        N_SLOTS=N * k,
-        E=E,
-        EXPERTS=triton.next_power_of_2(E),
-        num_warps=warps,
-        **overlap_options(x.device, overlap),
-    )
-    hidden = x.new_empty((lanes + (shared is not None), N, F))
-    out = torch.empty_like(x)
-    shared_w1, shared_w3, shared_w2 = shared or (w1, w3, w2)
+    lanes = _lane_constants(N, E, k)
+    hidden = x.new_empty((lanes["LANES"] + (shared is not None), N, F))
+    shared_w1, shared_w3, _ = shared or (w1, w3, w2)
     with torch.cuda.device_of(x):
         up_kernel[(hidden.shape[0] * triton.cdiv(F, up_rows),)](
             *(x, indices, w1, w3, shared_w1, shared_w3, hidden, F),
             **block_sizes(N, C),
             OUT=up_rows,
-            **lane_constants,
+            **lanes,
+            num_warps=warps,
+            **overlap_options(x.device, overlap),
         )
-        down_kernel[(triton.cdiv(C, down_rows),)](
-            *(hidden, indices, weights, w2, shared_w2, residual, out, C),
+    return _launch_down(
+        hidden, indices, weights, w2, shared, residual, down_rows, warps, overlap
+    )
+
+
+def launch_moe(
+    x: Tensor,
+    gamma: Tensor,
+    router: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    shared: tuple[Tensor, Tensor, Tensor] | None,
+    k: int,
+    eps: float,
+    weight_sum_min: float,
+    up_rows: int = 4,
+    down_rows: int = 2,
+    up_warps: int = 4,
+    down_warps: int = 2,
+    overlap: bool = True,
+) -> Tensor:
+    """x + MoE(norm(x)) of one token (1, C): the router inside the kernel of the first two matrices."""
+    C, (E, F) = x.shape[1], w1.shape[:2]
+    hidden = x.new_empty((k + (shared is not None), 1, F))
+    indices = torch.empty((1, k), dtype=torch.int32, device=x.device)
+    weights = torch.empty((1, k), dtype=torch.float32, device=x.device)
+    shared_w1, shared_w3, _ = shared or (w1, w3, w2)
+    with torch.cuda.device_of(x):
+        routed_up_kernel[(triton.cdiv(F, up_rows),)](
+            *(x, gamma, router, w1, w3, shared_w1, shared_w3, hidden, indices, weights),
+            *(eps, weight_sum_min, F),
+            C=C,
+            E=E,
+            TOP=k,
+            EXPERTS=triton.next_power_of_2(E),
+            OUT=up_rows,
+            BLOCK=block_sizes(1, C)["BLOCK"],
+            SHARED=shared is not None,
+            num_warps=up_warps,
+            **overlap_options(x.device, overlap),
+        )
+    return _launch_down(hidden, indices, weights, w2, shared, x, down_rows, down_warps, overlap)
+
+
+def _launch_down(
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    w2: Tensor,
+    shared: tuple[Tensor, Tensor, Tensor] | None,
+    residual: Tensor | None,
+    out_rows: int,
+    warps: int,
+    overlap: bool,
+) -> Tensor:
+    (N, k), (E, C, F) = indices.shape, w2.shape
+    out = hidden.new_empty((N, C))
+    with torch.cuda.device_of(hidden):
+        down_kernel[(triton.cdiv(C, out_rows),)](
+            *(hidden, indices, weights, w2, w2 if shared is None else shared[2], residual, out, C),
             **block_sizes(N, F),
-            OUT=down_rows,
+            OUT=out_rows,
             SHARED=shared is not None,
             TOP=k,
             PLACES=triton.next_power_of_2(k),
             HAS_RESIDUAL=residual is not None,
-            **lane_constants,
+            **_lane_constants(N, E, k),
+            num_warps=warps,
+            **overlap_options(hidden.device, overlap),
         )
     return out
+
+
+def _lane_constants(N: int, E: int, k: int) -> dict[str, int]:
+    return dict(
+        LANES=k if N == 1 else min(E, N * k),
+        SLOTS=triton.next_power_of_2(N * k),
+        N_SLOTS=N * k,
+        E=E,
+        EXPERTS=triton.next_power_of_2(E),
+    )

@@ -1,4 +1,4 @@
-"""The experts of a decoding step as operators: the router with its norm, and the chosen experts.
+"""The experts of a decoding step as operators: the router with its norm, the chosen experts, and both in one.
 
 Shapes: N tokens, C model width, E experts, k experts a token, F ffn width.
 """
@@ -77,21 +77,72 @@ def decode_experts(
 
     Source: chapters 9 and 15.
     """
-    (N, C), (E, F) = x.shape, w1.shape[:2]
+    N = x.shape[0]
     check_rows(x, w1[0])
-    stacks = (tuple(w1.shape), tuple(w3.shape), tuple(w2.shape))
-    if stacks != ((E, F, C), (E, F, C), (E, C, F)):
-        raise ValueError(f"expected w1, w3 (E, F, C) and w2 (E, C, F) for C = {C}, got {stacks}")
+    _check_experts(w1, w3, w2, shared)
     if indices.shape != weights.shape or indices.ndim != 2 or indices.shape[0] != N:
         raise ValueError(
             f"expected indices and weights ({N}, k), got {tuple(indices.shape)} and {tuple(weights.shape)}"
         )
+    require_decode_kernels()
+    return _decode_experts(x, indices, weights, w1, w3, w2, list(shared or ()), residual, overlap)
+
+
+def decode_moe(
+    x: Float[Tensor, "1 C"],
+    norm_weight: Float[Tensor, "C"],
+    router_weight: Float[Tensor, "E C"],
+    w1: Float[Tensor, "E F C"],
+    w3: Float[Tensor, "E F C"],
+    w2: Float[Tensor, "E C F"],
+    k: int,
+    shared: tuple[Tensor, Tensor, Tensor] | None = None,
+    eps: float = 1e-5,
+    weight_sum_min: float = 1e-6,
+    overlap: bool = True,
+) -> Float[Tensor, "1 C"]:
+    """x + MoE(norm(x)) of one token: `decode_route` and `decode_experts` with x as the residual, in two kernels for three.
+
+    Args:
+        x: residual stream, one row.
+        norm_weight, router_weight, k, eps, weight_sum_min: as in `decode_route`.
+        w1, w3, w2, shared: as in `decode_experts`.
+        overlap: let the kernels around these overlap with them, where the GPU can (`decode_overlap.py`).
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        ImportError: Triton is not installed.
+
+    Source: chapters 9 and 15.
+    """
+    check_rows(x, router_weight, norm_weight, w1[0])
+    E, F, C = w1.shape
+    if x.shape[0] != 1:
+        raise ValueError(
+            f"expected one row, got {tuple(x.shape)}: use decode_route and decode_experts"
+        )
+    if not 0 < k <= E or router_weight.shape[0] != E:
+        raise ValueError(
+            f"expected k from 1 to {E} experts and a router of {E} rows, got {k} and {tuple(router_weight.shape)}"
+        )
+    _check_experts(w1, w3, w2, shared)
+    require_decode_kernels()
+    return _decode_moe(
+        x, norm_weight, router_weight, w1, w3, w2, list(shared or ()), k, eps, weight_sum_min, overlap
+    )  # fmt: skip
+
+
+def _check_experts(
+    w1: Tensor, w3: Tensor, w2: Tensor, shared: tuple[Tensor, Tensor, Tensor] | None
+) -> None:
+    E, F, C = w1.shape
+    stacks = (tuple(w1.shape), tuple(w3.shape), tuple(w2.shape))
+    if stacks != ((E, F, C), (E, F, C), (E, C, F)):
+        raise ValueError(f"expected w1, w3 (E, F, C) and w2 (E, C, F) for C = {C}, got {stacks}")
     if shared is not None and [tuple(t.shape) for t in shared] != [(F, C), (F, C), (C, F)]:
         raise ValueError(
             f"expected shared weights ({F}, {C}), ({F}, {C}), ({C}, {F}), got {[tuple(t.shape) for t in shared]}"
         )
-    require_decode_kernels()
-    return _decode_experts(x, indices, weights, w1, w3, w2, list(shared or ()), residual, overlap)
 
 
 @torch.library.custom_op("gptoss::decode_route", mutates_args=())
@@ -161,6 +212,46 @@ def _(
     w2: Tensor,
     shared: list[Tensor],
     residual: Tensor | None,
+    overlap: bool = True,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("gptoss::decode_moe", mutates_args=())
+def _decode_moe(
+    x: Tensor,
+    norm_weight: Tensor,
+    router: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    shared: list[Tensor],
+    k: int,
+    eps: float,
+    weight_sum_min: float,
+    overlap: bool = True,
+) -> Tensor:
+    from gptoss.kernels.decode_experts import launch_moe
+
+    x, router, w1, w3, w2, *rest = (t.contiguous() for t in (x, router, w1, w3, w2, *shared))
+    trio = (rest[0], rest[1], rest[2]) if rest else None
+    return launch_moe(
+        x, norm_weight, router, w1, w3, w2, trio, k, eps, weight_sum_min, overlap=overlap
+    )
+
+
+@_decode_moe.register_fake
+def _(
+    x: Tensor,
+    norm_weight: Tensor,
+    router: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    shared: list[Tensor],
+    k: int,
+    eps: float,
+    weight_sum_min: float,
     overlap: bool = True,
 ) -> Tensor:
     return x.new_empty(x.shape)

@@ -86,6 +86,10 @@ def experts(x, indices, weights, w1, w3, w2, shared=None, residual=None, overlap
     return out if residual is None else out + residual
 
 
+def moe(x, norm, router, w1, w3, w2, k, shared=None, eps=1e-5, overlap=True):
+    return experts(*route(x, norm, router, k, eps), w1, w3, w2, shared, x)
+
+
 @pytest.fixture
 def plain(monkeypatch):
     """Everything but the kernels of decode_step.py in plain PyTorch."""
@@ -93,6 +97,7 @@ def plain(monkeypatch):
         ("decode_qkv", qkv),
         ("decode_attention", attention),
         ("decode_linear", linear),
+        ("decode_moe", moe),
         ("decode_route", route),
         ("decode_experts", experts),
     ):
