@@ -137,7 +137,7 @@ def run_layer(
     place: Place,
     k_cache: Float[Tensor, "1 K M D"],
     v_cache: Float[Tensor, "1 K M D"],
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Float[Tensor, "1 C"]:
     """x ← x + Attn(norm(x)), then x ← x + MoE(norm(x)) for one token; its key and value go into the caches.
 

@@ -44,7 +44,7 @@ def decode_attention(
     *,
     scale: float | None = None,
     key_start: Int[Tensor, "N"] | None = None,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Float[Tensor, "N H T D"]:
     """Attention of the last T positions over the first `lengths` rows of a cache, keys split over the whole GPU.
 
@@ -60,7 +60,7 @@ def decode_attention(
         sink_bias: b, one logit a query head; None for no sink.
         scale: factor on the scores; 1/√D unless given.
         key_start: rows before this index are padding.
-        overlap: let the kernels around this one overlap with it, where the GPU can (`decode_overlap.py`).
+        overlap: start before the kernel in front has ended, where the GPU can; `decode_overlap.py` says what that asks.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -106,7 +106,7 @@ def _decode_attention(
     sink: Tensor | None,
     key_start: Tensor | None,
     scale: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     from gptoss.kernels.decode_attention import choose_splits, launch_decode_attention
 
@@ -125,6 +125,6 @@ def _(
     sink: Tensor | None,
     key_start: Tensor | None,
     scale: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     return q.new_empty(q.shape)

@@ -151,7 +151,7 @@ def launch_decode_attention(
     keys: int = 64,
     warps: int = 4,
     stages: int = 3,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     """(B, H, T, D); `lengths` and `key_start` are (B,)."""
     check_device(decode_attention_kernel, q)

@@ -171,7 +171,9 @@ def routed_up_kernel(
             tl.store(indices + lane, chosen[lane])
             tl.store(weights + lane, given[lane])
     t = normalised(load_tokens(x, C, 1, 1, OUT, BLOCK), g, eps, C, BLOCK)
-    if TOP <= 2:  # the loads of all lanes are under way while the shared expert's products are formed
+    if (
+        TOP <= 2
+    ):  # the loads of all lanes are under way while the shared expert's products are formed
         gates, ups = (), ()
         for lane in tl.static_range(TOP):
             base = tl.cast(chosen[lane], tl.int64) * F * C + offset
@@ -266,7 +268,7 @@ def launch_route(
     k: int,
     eps: float,
     weight_sum_min: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(normed (N, C), indices (N, k) int32, weights (N, k) fp32)."""
     (N, C), E = x.shape, router.shape[0]
@@ -299,7 +301,7 @@ def launch_experts(
     up_rows: int = 2,
     down_rows: int = 2,
     warps: int = 2,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     """(N, C) in x's dtype; all tensors contiguous."""
     (N, C), (E, F), k = x.shape, w1.shape[:2], indices.shape[1]
@@ -315,9 +317,7 @@ def launch_experts(
             num_warps=warps,
             **overlap_options(x.device, overlap),
         )
-    return _launch_down(
-        hidden, indices, weights, w2, shared, residual, down_rows, warps, overlap
-    )
+    return _launch_down(hidden, indices, weights, w2, shared, residual, down_rows, warps, overlap)
 
 
 def launch_moe(
@@ -335,7 +335,7 @@ def launch_moe(
     down_rows: int = 2,
     up_warps: int = 4,
     down_warps: int = 2,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     """x + MoE(norm(x)) of one token (1, C): the router inside the kernel of the first two matrices."""
     C, (E, F) = x.shape[1], w1.shape[:2]

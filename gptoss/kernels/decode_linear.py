@@ -21,7 +21,7 @@ def decode_qkv(
     k_cache: Float[Tensor, "N K M D"],
     v_cache: Float[Tensor, "N K M D"],
     eps: float = 1e-5,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Float[Tensor, "N H 1 D"]:
     """Normalise, project, rotate; keys and values are written into row `slots[n]` of sequence n's caches.
 
@@ -34,7 +34,7 @@ def decode_qkv(
         cos, sin: of each sequence's position, as this layer wants them (pruned or not).
         slots: the cache row to write, on the device: the position, or the position modulo W in a ring.
         k_cache, v_cache: changed in place.
-        overlap: let the kernels around this one overlap with it, where the GPU can (`decode_overlap.py`).
+        overlap: start before the kernel in front has ended, where the GPU can; `decode_overlap.py` says what that asks.
 
     Returns:
         The rotated queries.
@@ -73,7 +73,7 @@ def decode_linear(
     norm_weight: Float[Tensor, "C"] | None = None,
     residual: Float[Tensor, "N O"] | None = None,
     eps: float = 1e-5,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Float[Tensor, "N O"]:
     """y = residual + norm(x)·Wᵀ for a few rows, the weight read once.
 
@@ -82,7 +82,7 @@ def decode_linear(
         weight: W.
         norm_weight: γ of an RMSNorm in front, `eps` its ε; None for none.
         residual: added to the product, in x's dtype; None for none.
-        overlap: let the kernels around this one overlap with it, where the GPU can (`decode_overlap.py`).
+        overlap: start before the kernel in front has ended, where the GPU can; `decode_overlap.py` says what that asks.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -111,7 +111,7 @@ def _decode_qkv(
     k_cache: Tensor,
     v_cache: Tensor,
     eps: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     from gptoss.kernels.decode_rows import launch_qkv
 
@@ -133,7 +133,7 @@ def _(
     k_cache: Tensor,
     v_cache: Tensor,
     eps: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     D = k_cache.shape[3]
     return x.new_empty((x.shape[0], q_weight.shape[0] // D, D))
@@ -146,7 +146,7 @@ def _decode_linear(
     norm_weight: Tensor | None,
     residual: Tensor | None,
     eps: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     from gptoss.kernels.decode_rows import launch_linear
 
@@ -163,6 +163,6 @@ def _(
     norm_weight: Tensor | None,
     residual: Tensor | None,
     eps: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))

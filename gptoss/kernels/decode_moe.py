@@ -17,7 +17,7 @@ def decode_route(
     k: int,
     eps: float = 1e-5,
     weight_sum_min: float = 1e-6,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> tuple[Float[Tensor, "N C"], Int[Tensor, "N k"], Float[Tensor, "N k"]]:
     """Normalise each token and choose its experts, as `MoERouter` does.
 
@@ -29,7 +29,7 @@ def decode_route(
         router_weight: W_r.
         k: experts a token.
         weight_sum_min: the least that their sum counts as.
-        overlap: let the kernels around this one overlap with it, where the GPU can (`decode_overlap.py`).
+        overlap: start before the kernel in front has ended, where the GPU can; `decode_overlap.py` says what that asks.
 
     Returns:
         norm(x); indices, int32, largest weight first; weights in fp32, summing to 1.
@@ -56,7 +56,7 @@ def decode_experts(
     w2: Float[Tensor, "E C F"],
     shared: tuple[Tensor, Tensor, Tensor] | None = None,
     residual: Float[Tensor, "N C"] | None = None,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Float[Tensor, "N C"]:
     """The chosen experts of a few tokens, every selected weight read once whoever shares it.
 
@@ -69,7 +69,7 @@ def decode_experts(
         shared: w1 (F, C), w3 (F, C), w2 (C, F) of the shared expert. Several shared experts are one with their F
             concatenated; here F must equal the routed experts'.
         residual: added, in x's dtype.
-        overlap: let the kernels around this one overlap with it, where the GPU can (`decode_overlap.py`).
+        overlap: start before the kernel in front has ended, where the GPU can; `decode_overlap.py` says what that asks.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -99,7 +99,7 @@ def decode_moe(
     shared: tuple[Tensor, Tensor, Tensor] | None = None,
     eps: float = 1e-5,
     weight_sum_min: float = 1e-6,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Float[Tensor, "1 C"]:
     """x + MoE(norm(x)) of one token: `decode_route` and `decode_experts` with x as the residual, in two kernels for three.
 
@@ -107,7 +107,7 @@ def decode_moe(
         x: residual stream, one row.
         norm_weight, router_weight, k, eps, weight_sum_min: as in `decode_route`.
         w1, w3, w2, shared: as in `decode_experts`.
-        overlap: let the kernels around these overlap with them, where the GPU can (`decode_overlap.py`).
+        overlap: start before the kernel in front has ended, where the GPU can; `decode_overlap.py` says what that asks.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -153,7 +153,7 @@ def _decode_route(
     k: int,
     eps: float,
     weight_sum_min: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from gptoss.kernels.decode_experts import launch_route
 
@@ -169,7 +169,7 @@ def _(
     k: int,
     eps: float,
     weight_sum_min: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (x.shape[0], k)
     return (
@@ -189,7 +189,7 @@ def _decode_experts(
     w2: Tensor,
     shared: list[Tensor],
     residual: Tensor | None,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     from gptoss.kernels.decode_experts import launch_experts
 
@@ -212,7 +212,7 @@ def _(
     w2: Tensor,
     shared: list[Tensor],
     residual: Tensor | None,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -229,7 +229,7 @@ def _decode_moe(
     k: int,
     eps: float,
     weight_sum_min: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     from gptoss.kernels.decode_experts import launch_moe
 
@@ -252,6 +252,6 @@ def _(
     k: int,
     eps: float,
     weight_sum_min: float,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     return x.new_empty(x.shape)

@@ -13,6 +13,10 @@ The order of all later kernels rests on every single one. A kernel that ended wi
 believe that everything before has ended, so **every program of every kernel of the step waits**, before it reads what a
 kernel of the step writes, and before it writes anything: the buffer may still be read by the kernel before.
 
+The weights, in turn, must stand in memory when the first kernel of the chain starts. So that one is launched plainly: it
+waits for all that came before, an optimizer's step too, and only then lets the next one start. An operator that overlaps
+outside such a chain must not follow the kernel that wrote its weights, and by default none of them overlaps.
+
 A captured CUDA graph keeps these edges. The tokens are the same bits with and without.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; chapter 15.
@@ -39,13 +43,16 @@ def after_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-def overlap_options(device: torch.device, overlap: bool = True) -> dict[str, bool]:
-    """A launch's options: PDL for the kernel, and for the launcher where it is on.
+def overlap_options(
+    device: torch.device, overlap: bool = False, first: bool = False
+) -> dict[str, bool]:
+    """A launch's options: PDL for the kernel and, unless it is the `first` of a chain, the same for the launcher.
 
     Off in the interpreter, on GPUs before Hopper, and in a Triton that cannot launch so.
     """
-    on = overlap and _can_overlap(device)
-    return dict(PDL=True, launch_pdl=True) if on else dict(PDL=False)
+    if not (overlap and _can_overlap(device)):
+        return dict(PDL=False)
+    return dict(PDL=True, launch_pdl=not first)
 
 
 def _can_overlap(device: torch.device) -> bool:

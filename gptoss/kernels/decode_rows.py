@@ -173,7 +173,7 @@ def launch_linear(
     eps: float,
     out_rows: int = 4,
     warps: int = 2,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     """(N, OUTPUTS) in x's dtype; all tensors contiguous."""
     (N, C), OUTPUTS = x.shape, weight.shape[0]
@@ -204,7 +204,7 @@ def launch_qkv(
     eps: float,
     out_rows: int = 4,
     warps: int = 2,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     """q (N, H, D); k and v go into row `slots[n]` of the caches (N, K, M, D)."""
     (N, C), (K, D) = x.shape, k_cache.shape[1::2]

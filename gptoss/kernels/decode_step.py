@@ -84,7 +84,7 @@ def begin_step(
     ring_slot: Int[Tensor, "1"],
     ring_length: Int[Tensor, "1"],
     window: int,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> None:
     """Prepare the step at p = position[0], on the device.
 
@@ -96,7 +96,7 @@ def begin_step(
         embedding, table: contiguous rows; x takes the first in its own dtype.
         x, angles, length, ring_slot, ring_length: written; the last three are int32.
         window: W of the ring (tokens).
-        overlap: let the kernels around this one overlap with it, where the GPU can.
+        overlap: let the next kernel start before this one has ended, where the GPU can.
 
     Source: chapter 15.
     """
@@ -109,7 +109,7 @@ def begin_step(
             A=A,
             ANGLES=triton.next_power_of_2(A),
             num_warps=4,
-            **overlap_options(x.device, overlap),
+            **overlap_options(x.device, overlap, first=True),
         )
 
 
@@ -118,7 +118,7 @@ def choose_token(
     length: Int[Tensor, "1"],
     tape: Int[Tensor, "M_plus_1"],
     position: Int[Tensor, "1"],
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> None:
     """Greedy choice without the host: tape[length] = argmax(logits), the lowest of equal ids; position = length.
 
@@ -128,7 +128,7 @@ def choose_token(
         logits: any floating dtype, contiguous.
         length: p + 1, as `begin_step` left it.
         tape, position: written.
-        overlap: let the kernels around these overlap with them, where the GPU can.
+        overlap: start before the kernel in front has ended, where the GPU can.
 
     Source: chapter 15.
     """

@@ -223,7 +223,10 @@ def test_moe_of_one_token_equals_route_and_experts(k, with_shared):
     y = rms_norm(x.double(), gamma.double())
     top, chosen = (y @ router.double().T).softmax(-1)[0].topk(k)
     wanted = x.double()
-    for share, e in [*zip(top / top.sum(), chosen.tolist(), strict=True), *[(1, None)] * with_shared]:
+    for share, e in [
+        *zip(top / top.sum(), chosen.tolist(), strict=True),
+        *[(1, None)] * with_shared,
+    ]:
         a, b, c = (w.double() for w in (shared if e is None else (w1[e], w3[e], w2[e])))
         wanted = wanted + share * (F.silu(y @ a.T) * (y @ b.T)) @ c.T
     assert_equal(got, wanted)
