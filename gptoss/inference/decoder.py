@@ -1,7 +1,7 @@
 """The fast decoder: one model's decoding step as a fixed program, captured as a CUDA graph and replayed (chapter 15).
 
 A step at batch 1 reads every active weight once and does nothing else that takes time, so what is left to lose is the
-host: some eighty launches for every token. Here every buffer is allocated once, and token, position, ring slot and length stay on
+host: some seventy launches for every token. Here every buffer is allocated once, and token, position, ring slot and length stay on
 the device; then a step is the same launches each time, and the GPU can repeat them alone.
 
     tape      ids of the sequence; a step reads tape[p] and, when it chooses, writes tape[p + 1]

@@ -43,16 +43,18 @@ def choose_experts(
     probabilities = tl.exp(logits - tl.max(logits, 0))
     probabilities /= tl.sum(probabilities, 0)
     left = tl.where(experts < E, probabilities, -1.0)
-    chosen, kept = (), ()
+    chosen = ()
+    kept = ()
     total = 0.0
     for _ in tl.static_range(TOP):
         largest, best = tl.max(left, 0, return_indices=True)  # the lowest index among equals
-        chosen, kept = chosen + (best,), kept + (largest,)
+        chosen += (best,)  # type: ignore[assignment]  # it grows
+        kept += (largest,)  # type: ignore[assignment]  # it grows
         total += largest
         left = tl.where(experts == best, -1.0, left)
     weights = ()
     for place in tl.static_range(TOP):
-        weights = weights + (kept[place] / tl.maximum(total, weight_sum_min),)
+        weights += (kept[place] / tl.maximum(total, weight_sum_min),)  # type: ignore[assignment]  # it grows
     return chosen, weights
 
 
@@ -171,14 +173,14 @@ def routed_up_kernel(
             tl.store(indices + lane, chosen[lane])
             tl.store(weights + lane, given[lane])
     t = normalised(load_tokens(x, C, 1, 1, OUT, BLOCK), g, eps, C, BLOCK)
-    if (
-        TOP <= 2
-    ):  # the loads of all lanes are under way while the shared expert's products are formed
-        gates, ups = (), ()
+    # The loads of all lanes are under way while the shared expert's products are formed.
+    if TOP <= 2:
+        gates = ()
+        ups = ()
         for lane in tl.static_range(TOP):
             base = tl.cast(chosen[lane], tl.int64) * F * C + offset
-            gates = gates + (load_weight(w1 + base, rows, n_rows, C, BLOCK),)
-            ups = ups + (load_weight(w3 + base, rows, n_rows, C, BLOCK),)
+            gates += (load_weight(w1 + base, rows, n_rows, C, BLOCK),)  # type: ignore[assignment]  # it grows
+            ups += (load_weight(w3 + base, rows, n_rows, C, BLOCK),)  # type: ignore[assignment]  # it grows
     if SHARED:
         store_gated(hidden, shared_gate, shared_up, t, TOP, first, F, C, 1, 1, OUT, BLOCK)
     for lane in tl.static_range(TOP):
@@ -239,7 +241,7 @@ def down_kernel(
     if LANES <= 2:  # unrolled: the loads of all lanes are under way together
         experts = ()
         for lane in tl.static_range(LANES):
-            experts = experts + (expert_of_lane(indices, lane, N, SLOTS, N_SLOTS, E, EXPERTS),)
+            experts += (expert_of_lane(indices, lane, N, SLOTS, N_SLOTS, E, EXPERTS),)  # type: ignore[assignment]  # it grows
         for lane in tl.static_range(LANES):
             y += lane_output(
                 hidden, indices, weights, w2, experts[lane], lane, first, OUTPUTS,

@@ -116,7 +116,7 @@ def decode_moe(
     Source: chapters 9 and 15.
     """
     check_rows(x, router_weight, norm_weight, w1[0])
-    E, F, C = w1.shape
+    E = w1.shape[0]
     if x.shape[0] != 1:
         raise ValueError(
             f"expected one row, got {tuple(x.shape)}: use decode_route and decode_experts"

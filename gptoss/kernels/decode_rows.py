@@ -28,7 +28,7 @@ def load_weight(weight, rows, n_rows, C: tl.constexpr, BLOCK: tl.constexpr):
     for start in tl.static_range(0, C, BLOCK):
         inside = (rows < n_rows)[:, None, None] & (start + columns < C)[None, None, :]
         place = weight + rows[:, None, None] * C + start + columns[None, None, :]
-        blocks = blocks + (tl.load(place, mask=inside, other=0.0),)
+        blocks += (tl.load(place, mask=inside, other=0.0),)  # type: ignore[assignment]  # it grows
     return blocks
 
 
@@ -47,7 +47,7 @@ def load_tokens(
     for start in tl.static_range(0, C, BLOCK):
         inside = tl.broadcast_to((tokens < N) & (start + columns < C), (COPIES, TOKENS, BLOCK))
         place = tl.broadcast_to(tokens * C + start + columns, (COPIES, TOKENS, BLOCK))
-        blocks = blocks + (tl.load(x + place, mask=inside, other=0.0),)
+        blocks += (tl.load(x + place, mask=inside, other=0.0),)  # type: ignore[assignment]  # it grows
     return blocks
 
 
@@ -70,7 +70,7 @@ def normalised(tokens, gamma, eps, C: tl.constexpr, BLOCK: tl.constexpr):
     blocks = ()
     for start in tl.static_range(0, C, BLOCK):
         t, g = tokens[start // BLOCK], gamma[start // BLOCK].to(tl.float32)
-        blocks = blocks + ((t.to(tl.float32) * factor * g).to(t.dtype),)
+        blocks += ((t.to(tl.float32) * factor * g).to(t.dtype),)  # type: ignore[assignment]  # it grows
     return blocks
 
 
