@@ -201,10 +201,11 @@ def test_overlapping_kernels_give_the_very_bits_of_those_that_wait(graph):
         decoder.read(ids)
         decoder.put(7)
         kept.append([decoder.step().clone() for _ in range(200)])
-        kept[-1] += [t.clone() for layer in range(12) for t in decoder.cache.buffers(layer)]
+        buffers = [t for layer in range(12) for t in decoder.cache.buffers(layer)]
+        kept[-1] += [t[:, :, :340].clone() for t in buffers]  # what was written
         kept[-1].append(decoder.tape[140:341].clone())
     for overlapped, waited in zip(*kept, strict=True):
-        assert torch.equal(overlapped.nan_to_num(), waited.nan_to_num())
+        assert torch.equal(overlapped, waited)
 
 
 def test_a_graph_serves_one_sequence_after_another():
