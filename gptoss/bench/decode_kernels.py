@@ -24,11 +24,12 @@ from gptoss.kernels.decode import (
     decode_attention,
     decode_experts,
     decode_linear,
+    decode_moe,
     decode_qkv,
     decode_route,
 )
 from gptoss.kernels.decode_attention import choose_splits, launch_decode_attention
-from gptoss.kernels.decode_experts import launch_experts
+from gptoss.kernels.decode_experts import launch_experts, launch_moe
 from gptoss.kernels.decode_rows import launch_linear, launch_qkv
 from gptoss.model.attention.reference import manual_causal_attention
 from gptoss.model.norm import rms_norm
@@ -40,7 +41,14 @@ Layer = dict[str, Tensor]
 class Decoder:
     """The production model's decoding step with random weights: what its kernels need, and nothing of a model."""
 
-    def __init__(self, n_sequences: int, context: int, cfg: ModelConfig | None = None) -> None:
+    def __init__(
+        self,
+        n_sequences: int,
+        context: int,
+        cfg: ModelConfig | None = None,
+        overlap: bool = True,
+    ) -> None:
+        self.overlap = overlap
         self.cfg = cfg = cfg or ModelConfig()
         self.n, self.context, self.device = n_sequences, context, torch.device("cuda")
         C, F_, E, K, D = (
@@ -81,16 +89,25 @@ class Decoder:
         x = self.x
         for layer in self.layers:
             q = decode_qkv(
-                x, layer["n1"], layer["q"], layer["kv"], self.cos, self.sin, layer["slot"], layer["k"], layer["v"]
+                x, layer["n1"], layer["q"], layer["kv"], self.cos, self.sin, layer["slot"], layer["k"], layer["v"],
+                overlap=self.overlap,
             )  # fmt: skip
-            a = decode_attention(q, layer["k"], layer["v"], layer["length"], layer["sink"])
-            x = decode_linear(a.flatten(1), layer["o"], residual=x)
-            y, indices, weights = decode_route(x, layer["n2"], layer["router"], 2)
-            x = decode_experts(
-                y, indices, weights, layer["w1"], layer["w3"], layer["w2"],
-                (layer["s1"], layer["s3"], layer["s2"]), x,
-            )  # fmt: skip
-        return decode_linear(x, self.head, self.norm).argmax(-1)
+            a = decode_attention(
+                q, layer["k"], layer["v"], layer["length"], layer["sink"], overlap=self.overlap
+            )
+            x = decode_linear(a.flatten(1), layer["o"], residual=x, overlap=self.overlap)
+            experts = (layer["w1"], layer["w3"], layer["w2"])
+            shared = (layer["s1"], layer["s3"], layer["s2"])
+            if self.n == 1:
+                x = decode_moe(
+                    x, layer["n2"], layer["router"], *experts, 2, shared, overlap=self.overlap
+                )
+                continue
+            y, indices, weights = decode_route(
+                x, layer["n2"], layer["router"], 2, overlap=self.overlap
+            )
+            x = decode_experts(y, indices, weights, *experts, shared, x, self.overlap)
+        return decode_linear(x, self.head, self.norm, overlap=self.overlap).argmax(-1)
 
     def bytes_per_step(self, distinct_experts: int = 2) -> int:
         """Bytes that one step must read: the weights of the chosen experts and of all else, and the caches."""
@@ -170,6 +187,8 @@ def time_kernels(d: Decoder, bandwidth: float) -> list[dict[str, Any]]:
         ("route", d.layers, 2 * 8 * C, lambda w: decode_route(d.x, w["n2"], w["router"], 2)),
         ("experts", d.layers, 2 * 3 * (min(8, 2 * d.n) + 1) * C * F_, lambda w: decode_experts(
             y, d.indices, d.weights, w["w1"], w["w3"], w["w2"], (w["s1"], w["s3"], w["s2"]), d.x)),
+        ("router and experts of one token", d.layers, 2 * C * (3 * 3 * F_ + 8), lambda w: decode_moe(
+            d.x[:1], w["n2"], w["router"], w["w1"], w["w3"], w["w2"], 2, (w["s1"], w["s3"], w["s2"]))),
         ("head", [d.layers[0]] * 2, 2 * C * d.cfg.vocab_size, lambda w: decode_linear(d.x, d.head, d.norm)),
     ]  # fmt: skip
     rows = []
@@ -202,6 +221,8 @@ def sweep(d: Decoder) -> list[dict[str, Any]]:
         add("head", options, lambda w, r=out_rows, p=warps: launch_linear(d.x, d.head, d.norm, None, 1e-5, r, p), d.layers[:2])  # type: ignore[misc]  # fmt: skip
     for up, down, warps in ((4, 4, 4), (4, 4, 2), (8, 4, 4), (8, 8, 4), (4, 8, 4), (2, 2, 2), (8, 8, 8), (16, 8, 8), (2, 4, 4)):  # fmt: skip
         add("experts", {"up_rows": up, "down_rows": down, "warps": warps}, lambda w, u=up, o=down, p=warps: launch_experts(y, d.indices, d.weights, w["w1"], w["w3"], w["w2"], (w["s1"], w["s3"], w["s2"]), d.x, u, o, p), d.layers)  # type: ignore[misc]  # fmt: skip
+    for up, down, up_warps, down_warps in ((4, 2, 4, 2), (2, 2, 2, 2), (4, 4, 4, 4), (8, 2, 8, 2), (8, 4, 8, 2), (2, 1, 2, 1), (4, 4, 2, 2)):  # fmt: skip
+        add("router and experts of one token", {"up_rows": up, "down_rows": down, "up_warps": up_warps, "down_warps": down_warps}, lambda w, o=(up, down, up_warps, down_warps): launch_moe(d.x[:1], w["n2"], w["router"], w["w1"], w["w3"], w["w2"], (w["s1"], w["s3"], w["s2"]), 2, 1e-5, 1e-6, *o), d.layers)  # type: ignore[misc]  # fmt: skip
     whole = [layer for i, layer in enumerate(d.layers) if not d.cfg.is_windowed(i)]
     base = choose_splits(d.n, d.cfg.n_kv_heads, d.context, d.device)
     for keys, warps, stages, splits in ((64, 4, 3, base), (64, 4, 3, 2 * base), (64, 4, 3, base // 2), (64, 4, 2, base), (64, 4, 4, base), (128, 4, 2, base), (128, 4, 3, base), (32, 2, 4, 2 * base), (32, 4, 4, base), (64, 2, 3, base), (128, 8, 3, base), (64, 4, 2, 3 * base // 2)):  # fmt: skip
@@ -228,7 +249,7 @@ def main() -> None:
         d = Decoder(n, context)
         if context in (LENGTHS[0], LENGTHS[-1]) or n > 1:
             result["kernels"] += time_kernels(d, bandwidth)
-            for row in result["kernels"][-7:]:
+            for row in result["kernels"][-8:]:
                 print(*row.values(), flush=True)
         seconds = graph_seconds(d.step)
         needed = d.bytes_per_step(min(8, 2 * n)) / bandwidth

@@ -1,7 +1,7 @@
 """The fast decoder: one model's decoding step as a fixed program, captured as a CUDA graph and replayed (chapter 15).
 
 A step at batch 1 reads every active weight once and does nothing else that takes time, so what is left to lose is the
-host: some eighty launches for every token. Here every buffer is allocated once, and token, position, ring slot and length stay on
+host: some seventy launches for every token. Here every buffer is allocated once, and token, position, ring slot and length stay on
 the device; then a step is the same launches each time, and the GPU can repeat them alone.
 
     tape      ids of the sequence; a step reads tape[p] and, when it chooses, writes tape[p + 1]
@@ -62,6 +62,8 @@ class Decoder:
         mode: rotary mode, "plain" or "yarn"; the model's own when left out. It holds for every sequence.
         dtype: of weights, activations and cache; autocast's where autocast is on, else the parameters', when left out.
         graph: False launches each kernel anew also on a GPU.
+        overlap: start each kernel while the one before it ends, where the GPU can (compute capability 9.0). The tokens
+            are the same bits; False is for measuring.
 
     Raises:
         ValueError: a model, dtype or device that the decoding kernels do not serve; the message says which.
@@ -79,6 +81,7 @@ class Decoder:
         mode: str | None = None,
         dtype: torch.dtype | None = None,
         graph: bool = True,
+        overlap: bool = True,
     ) -> None:
         gptoss: Any = model  # nn.Module types every attribute as a tensor or a module
         self.model = model
@@ -94,6 +97,7 @@ class Decoder:
             raise ValueError(f"the decoder cannot serve this model: {problem}")
         cache = StaticCache.for_model(model, 1, max_len, dtype=self.dtype)
         self.cache = cast(StaticCache, cache)  # for_model is annotated with its base class
+        self._overlap = overlap
         self._captures = graph and self.device.type == "cuda"
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.n_sequences = 0  # begun so far; whoever reads along sees that another one was begun
@@ -244,15 +248,17 @@ class Decoder:
 
         begin_step(
             self.tape, self._position, self._embedding, self._table, self._x, self._angles,
-            self._length, self._ring_slot, self._ring_length, self.cfg.window_size,
+            self._length, self._ring_slot, self._ring_length, self.cfg.window_size, self._overlap,
         )  # fmt: skip
         x = self._x
         for layer, weights in enumerate(self._layers):
             place = self._windowed if self.cfg.is_windowed(layer) else self._global
-            x = run_layer(x, weights, place, *self.cache.buffers(layer))
-        logits = decode_linear(x, self._head, self._norm, eps=self._eps)  # (1, V)
+            x = run_layer(x, weights, place, *self.cache.buffers(layer), self._overlap)
+        logits = decode_linear(
+            x, self._head, self._norm, eps=self._eps, overlap=self._overlap
+        )  # (1, V)
         if choose:
-            choose_token(logits, self._length, self.tape, self._position)
+            choose_token(logits, self._length, self.tape, self._position, self._overlap)
         else:
             self._position.copy_(self._length)
         return logits

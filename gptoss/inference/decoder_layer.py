@@ -16,6 +16,7 @@ from gptoss.kernels.decode import (
     decode_attention,
     decode_experts,
     decode_linear,
+    decode_moe,
     decode_qkv,
     decode_route,
 )
@@ -136,6 +137,7 @@ def run_layer(
     place: Place,
     k_cache: Float[Tensor, "1 K M D"],
     v_cache: Float[Tensor, "1 K M D"],
+    overlap: bool = False,
 ) -> Float[Tensor, "1 C"]:
     """x ← x + Attn(norm(x)), then x ← x + MoE(norm(x)) for one token; its key and value go into the caches.
 
@@ -144,6 +146,7 @@ def run_layer(
         weights: of the layer.
         place: slot, length and angles for this kind of layer.
         k_cache, v_cache: a ring or the whole sequence, changed in place.
+        overlap: start each kernel while the one before it ends, where the GPU can.
 
     Returns:
         The new residual stream.
@@ -151,17 +154,21 @@ def run_layer(
     Source: chapter 15.
     """
     w = weights
-    q = decode_qkv(x, w.norm1, w.q, w.kv, place.cos, place.sin, place.slot, k_cache, v_cache, w.eps)
-    a = decode_attention(q, k_cache, v_cache, place.length, w.sink)  # (1, H, 1, D)
-    x = decode_linear(a.flatten(1), w.o, residual=x)  # (1, H, 1, D) -> (1, H·D) -> (1, C)
-    y, indices, given = decode_route(x, w.norm2, w.router, w.n_activated, w.eps)
-    x = decode_experts(y, indices, given, w.w1, w.w3, w.w2, w.shared, x)
-    if w.more_shared is not None:
-        n = w.more_shared[0].shape[0]
-        every = torch.arange(n, dtype=torch.int32, device=x.device)[None]  # (1, S - 1)
-        ones = torch.ones((1, n), device=x.device)
-        x = decode_experts(y, every, ones, *w.more_shared, None, x)
-    return x
+    q = decode_qkv(
+        x, w.norm1, w.q, w.kv, place.cos, place.sin, place.slot, k_cache, v_cache, w.eps, overlap
+    )
+    a = decode_attention(q, k_cache, v_cache, place.length, w.sink, overlap=overlap)  # (1, H, 1, D)
+    x = decode_linear(a.flatten(1), w.o, residual=x, overlap=overlap)  # (1, H·D) -> (1, C)
+    if w.more_shared is None:
+        return decode_moe(
+            x, w.norm2, w.router, w.w1, w.w3, w.w2, w.n_activated, w.shared, w.eps, overlap=overlap
+        )
+    y, indices, given = decode_route(x, w.norm2, w.router, w.n_activated, w.eps, overlap=overlap)
+    x = decode_experts(y, indices, given, w.w1, w.w3, w.w2, w.shared, x, overlap)
+    n = w.more_shared[0].shape[0]
+    every = torch.arange(n, dtype=torch.int32, device=x.device)[None]  # (1, S - 1)
+    ones = torch.ones((1, n), device=x.device)
+    return decode_experts(y, every, ones, *w.more_shared, None, x, overlap)
 
 
 def _stacked(experts: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:

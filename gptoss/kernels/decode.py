@@ -3,12 +3,12 @@
     q = decode_qkv(x, …)                 norm, projections, rotary; k and v go into the caches
     a = decode_attention(q, k, v, …)     each cached key read once for its group of query heads
     x = decode_linear(a, W_o, residual=x)
-    y, indices, weights = decode_route(x, …)
-    x = decode_experts(y, indices, weights, …, residual=x)
+    x = decode_moe(x, …)                 norm, router and experts; for several tokens decode_route, then decode_experts
 
 At batch 1 nothing is computed twice and nothing multiplies enough to matter: the time is that of reading the weights and
-the cache, plus a launch for each kernel. So the kernels are few, and all that changes from step to step (lengths, slots,
-angles) stands in device memory: one CUDA graph replays for every token. None of them has a gradient.
+the cache, plus a launch for each kernel. So the kernels are few, each starts while the one before it ends
+(`decode_overlap.py`), and all that changes from step to step (lengths, slots, angles) stands in device memory: one CUDA
+graph replays for every token. None of them has a gradient.
 
 Here is the attention; the others come from `decode_linear.py` and `decode_moe.py`.
 
@@ -21,9 +21,16 @@ from torch import Tensor
 
 from gptoss.kernels.decode_checks import require_decode_kernels
 from gptoss.kernels.decode_linear import decode_linear, decode_qkv
-from gptoss.kernels.decode_moe import decode_experts, decode_route
+from gptoss.kernels.decode_moe import decode_experts, decode_moe, decode_route
 
-__all__ = ["decode_attention", "decode_experts", "decode_linear", "decode_qkv", "decode_route"]
+__all__ = [
+    "decode_attention",
+    "decode_experts",
+    "decode_linear",
+    "decode_moe",
+    "decode_qkv",
+    "decode_route",
+]
 
 MAX_QUERY_ROWS = 64
 
@@ -37,6 +44,7 @@ def decode_attention(
     *,
     scale: float | None = None,
     key_start: Int[Tensor, "N"] | None = None,
+    overlap: bool = False,
 ) -> Float[Tensor, "N H T D"]:
     """Attention of the last T positions over the first `lengths` rows of a cache, keys split over the whole GPU.
 
@@ -52,6 +60,7 @@ def decode_attention(
         sink_bias: b, one logit a query head; None for no sink.
         scale: factor on the scores; 1/√D unless given.
         key_start: rows before this index are padding.
+        overlap: start before the kernel in front has ended, where the GPU can; `decode_overlap.py` says what that asks.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -85,7 +94,7 @@ def decode_attention(
             )
     require_decode_kernels()
     scale = D**-0.5 if scale is None else float(scale)
-    return _decode_attention(q, k_cache, v_cache, lengths, sink_bias, key_start, scale)
+    return _decode_attention(q, k_cache, v_cache, lengths, sink_bias, key_start, scale, overlap)
 
 
 @torch.library.custom_op("gptoss::decode_attention", mutates_args=())
@@ -97,11 +106,14 @@ def _decode_attention(
     sink: Tensor | None,
     key_start: Tensor | None,
     scale: float,
+    overlap: bool = False,
 ) -> Tensor:
     from gptoss.kernels.decode_attention import choose_splits, launch_decode_attention
 
     splits = choose_splits(q.shape[0], k_cache.shape[1], k_cache.shape[2], q.device)
-    return launch_decode_attention(q, k_cache, v_cache, lengths, sink, key_start, scale, splits)
+    return launch_decode_attention(
+        q, k_cache, v_cache, lengths, sink, key_start, scale, splits, overlap=overlap
+    )
 
 
 @_decode_attention.register_fake
@@ -113,5 +125,6 @@ def _(
     sink: Tensor | None,
     key_start: Tensor | None,
     scale: float,
+    overlap: bool = False,
 ) -> Tensor:
     return q.new_empty(q.shape)

@@ -21,6 +21,7 @@ from torch import Tensor
 from gptoss.kernels.attention_forward import LOG2_E, NOTHING_SEEN, attend_run
 from gptoss.kernels.attention_launch import check_device, describe
 from gptoss.kernels.attention_tiles import head_dim_pieces, load_rows, scale_rows, zero_rows
+from gptoss.kernels.decode_overlap import after_previous, let_next_start, overlap_options
 
 
 @triton.jit
@@ -29,9 +30,11 @@ def decode_attention_kernel(
     kv_heads, splits, scale,
     T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, MERGED: tl.constexpr, HAS_SINK: tl.constexpr, HAS_KEY_START: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One run of keys for the G·T rows of one kv head. MERGED (one split): `values` is the output itself."""
+    let_next_start(PDL)
+    after_previous(PDL)
     split = tl.program_id(0) % splits
     kv_head = tl.program_id(0) // splits % kv_heads
     batch = tl.program_id(0) // splits // kv_heads
@@ -101,9 +104,11 @@ def decode_attention_kernel(
 def merge_splits_kernel(
     values, maxima, totals, sink, out, splits, rows_per_group,
     T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
-    HAS_SINK: tl.constexpr,
+    HAS_SINK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out (B, H, T, D): one row and COLUMNS of its D values a program."""
+    let_next_start(PDL)
+    after_previous(PDL)
     row = tl.program_id(0)  # (b·H + h)·T + t
     group = row // rows_per_group  # b·K + kv head
     split = tl.arange(0, SPLITS)
@@ -146,6 +151,7 @@ def launch_decode_attention(
     keys: int = 64,
     warps: int = 4,
     stages: int = 3,
+    overlap: bool = False,
 ) -> Tensor:
     """(B, H, T, D); `lengths` and `key_start` are (B,)."""
     check_device(decode_attention_kernel, q)
@@ -160,6 +166,7 @@ def launch_decode_attention(
     n_rows = max(16, triton.next_power_of_2(group * T))
     if k.device.type != "cuda":
         keys = 16
+    options = overlap_options(q.device, overlap)
     with torch.cuda.device_of(q):
         decode_attention_kernel[(B * K * splits,)](
             *describe(n_rows, rows),
@@ -179,6 +186,7 @@ def launch_decode_attention(
             PRECISION="ieee",
             num_warps=warps,
             num_stages=stages,
+            **options,
         )
         if not merged:
             columns = 32
@@ -191,5 +199,6 @@ def launch_decode_attention(
                 COLUMNS=columns,
                 HAS_SINK=sink is not None,
                 num_warps=4,
+                **options,
             )
     return out

@@ -21,6 +21,7 @@ def decode_qkv(
     k_cache: Float[Tensor, "N K M D"],
     v_cache: Float[Tensor, "N K M D"],
     eps: float = 1e-5,
+    overlap: bool = False,
 ) -> Float[Tensor, "N H 1 D"]:
     """Normalise, project, rotate; keys and values are written into row `slots[n]` of sequence n's caches.
 
@@ -33,6 +34,7 @@ def decode_qkv(
         cos, sin: of each sequence's position, as this layer wants them (pruned or not).
         slots: the cache row to write, on the device: the position, or the position modulo W in a ring.
         k_cache, v_cache: changed in place.
+        overlap: start before the kernel in front has ended, where the GPU can; `decode_overlap.py` says what that asks.
 
     Returns:
         The rotated queries.
@@ -61,7 +63,7 @@ def decode_qkv(
         )
     require_decode_kernels()
     return _decode_qkv(
-        x, norm_weight, q_weight, kv_weight, cos, sin, slots, k_cache, v_cache, eps
+        x, norm_weight, q_weight, kv_weight, cos, sin, slots, k_cache, v_cache, eps, overlap
     ).unsqueeze(2)
 
 
@@ -71,6 +73,7 @@ def decode_linear(
     norm_weight: Float[Tensor, "C"] | None = None,
     residual: Float[Tensor, "N O"] | None = None,
     eps: float = 1e-5,
+    overlap: bool = False,
 ) -> Float[Tensor, "N O"]:
     """y = residual + norm(x)·Wᵀ for a few rows, the weight read once.
 
@@ -79,6 +82,7 @@ def decode_linear(
         weight: W.
         norm_weight: γ of an RMSNorm in front, `eps` its ε; None for none.
         residual: added to the product, in x's dtype; None for none.
+        overlap: start before the kernel in front has ended, where the GPU can; `decode_overlap.py` says what that asks.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -92,7 +96,7 @@ def decode_linear(
             f"expected residual ({x.shape[0]}, {weight.shape[0]}), got {tuple(residual.shape)}"
         )
     require_decode_kernels()
-    return _decode_linear(x, weight, norm_weight, residual, eps)
+    return _decode_linear(x, weight, norm_weight, residual, eps, overlap)
 
 
 @torch.library.custom_op("gptoss::decode_qkv", mutates_args=("k_cache", "v_cache"))
@@ -107,11 +111,14 @@ def _decode_qkv(
     k_cache: Tensor,
     v_cache: Tensor,
     eps: float,
+    overlap: bool = False,
 ) -> Tensor:
     from gptoss.kernels.decode_rows import launch_qkv
 
     x, q_weight, kv_weight, cos, sin = (t.contiguous() for t in (x, q_weight, kv_weight, cos, sin))
-    return launch_qkv(x, q_weight, kv_weight, norm_weight, cos, sin, slots, k_cache, v_cache, eps)
+    return launch_qkv(
+        x, q_weight, kv_weight, norm_weight, cos, sin, slots, k_cache, v_cache, eps, overlap=overlap
+    )
 
 
 @_decode_qkv.register_fake
@@ -126,6 +133,7 @@ def _(
     k_cache: Tensor,
     v_cache: Tensor,
     eps: float,
+    overlap: bool = False,
 ) -> Tensor:
     D = k_cache.shape[3]
     return x.new_empty((x.shape[0], q_weight.shape[0] // D, D))
@@ -133,17 +141,28 @@ def _(
 
 @torch.library.custom_op("gptoss::decode_linear", mutates_args=())
 def _decode_linear(
-    x: Tensor, weight: Tensor, norm_weight: Tensor | None, residual: Tensor | None, eps: float
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    overlap: bool = False,
 ) -> Tensor:
     from gptoss.kernels.decode_rows import launch_linear
 
     if residual is not None:
         residual = residual.contiguous()
-    return launch_linear(x.contiguous(), weight.contiguous(), norm_weight, residual, eps)
+    x, weight = x.contiguous(), weight.contiguous()
+    return launch_linear(x, weight, norm_weight, residual, eps, overlap=overlap)
 
 
 @_decode_linear.register_fake
 def _(
-    x: Tensor, weight: Tensor, norm_weight: Tensor | None, residual: Tensor | None, eps: float
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    overlap: bool = False,
 ) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))

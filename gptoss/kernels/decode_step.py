@@ -15,6 +15,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from gptoss.kernels.decode_overlap import after_previous, let_next_start, overlap_options
+
 NOT_A_TOKEN = -1  # written where the logits hold NaN
 BLOCK = 1024  # logits of a program
 
@@ -23,8 +25,11 @@ BLOCK = 1024  # logits of a program
 def begin_kernel(
     tape, position, embedding, table, x, angles, length, ring_slot, ring_length, window,
     C: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, ANGLES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a row of the embedding, a row of the table, and three counters."""
+    let_next_start(PDL)
+    after_previous(PDL)
     at = tl.load(position)
     token = tl.maximum(tl.load(tape + at).to(tl.int64), 0)  # NOT_A_TOKEN stands for no row
     columns = tl.arange(0, WIDTH)
@@ -39,8 +44,10 @@ def begin_kernel(
 
 
 @triton.jit
-def best_of_block_kernel(logits, values, ids, V, BLOCK: tl.constexpr):
+def best_of_block_kernel(logits, values, ids, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The largest of BLOCK logits and its id, the lowest of equal ones; id -1 where one is NaN."""
+    let_next_start(PDL)
+    after_previous(PDL)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(logits + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     broken = row != row
@@ -51,9 +58,11 @@ def best_of_block_kernel(logits, values, ids, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def choose_kernel(
-    values, ids, length, tape, position, blocks, BLOCKS: tl.constexpr
-):  # fmt: skip
+    values, ids, length, tape, position, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr
+):
     """The best of the blocks' best goes to tape[length], and the position becomes length."""
+    let_next_start(PDL)
+    after_previous(PDL)
     places = tl.arange(0, BLOCKS)
     row = tl.load(values + places, mask=places < blocks, other=float("-inf"))
     candidates = tl.load(ids + places, mask=places < blocks, other=0)
@@ -75,6 +84,7 @@ def begin_step(
     ring_slot: Int[Tensor, "1"],
     ring_length: Int[Tensor, "1"],
     window: int,
+    overlap: bool = False,
 ) -> None:
     """Prepare the step at p = position[0], on the device.
 
@@ -86,6 +96,7 @@ def begin_step(
         embedding, table: contiguous rows; x takes the first in its own dtype.
         x, angles, length, ring_slot, ring_length: written; the last three are int32.
         window: W of the ring (tokens).
+        overlap: let the next kernel start before this one has ended, where the GPU can.
 
     Source: chapter 15.
     """
@@ -98,6 +109,7 @@ def begin_step(
             A=A,
             ANGLES=triton.next_power_of_2(A),
             num_warps=4,
+            **overlap_options(x.device, overlap, first=True),
         )
 
 
@@ -106,6 +118,7 @@ def choose_token(
     length: Int[Tensor, "1"],
     tape: Int[Tensor, "M_plus_1"],
     position: Int[Tensor, "1"],
+    overlap: bool = False,
 ) -> None:
     """Greedy choice without the host: tape[length] = argmax(logits), the lowest of equal ids; position = length.
 
@@ -115,6 +128,7 @@ def choose_token(
         logits: any floating dtype, contiguous.
         length: p + 1, as `begin_step` left it.
         tape, position: written.
+        overlap: start before the kernel in front has ended, where the GPU can.
 
     Source: chapter 15.
     """
@@ -122,10 +136,12 @@ def choose_token(
     blocks = triton.cdiv(V, BLOCK)
     values = torch.empty(blocks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(blocks, dtype=torch.int32, device=logits.device)
+    options = overlap_options(logits.device, overlap)
     with torch.cuda.device_of(logits):
-        best_of_block_kernel[(blocks,)](logits, values, ids, V, BLOCK=BLOCK, num_warps=4)
+        best_of_block_kernel[(blocks,)](logits, values, ids, V, BLOCK=BLOCK, num_warps=4, **options)
         choose_kernel[(1,)](
             *(values, ids, length, tape, position, blocks),
             BLOCKS=triton.next_power_of_2(blocks),
             num_warps=1,
+            **options,
         )

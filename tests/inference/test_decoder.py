@@ -51,7 +51,7 @@ def prompt(length, vocab=61, seed=1):
 # Plain PyTorch with the kernels' signatures
 
 
-def qkv(x, norm, wq, wkv, cos, sin, slots, k_cache, v_cache, eps=1e-5):
+def qkv(x, norm, wq, wkv, cos, sin, slots, k_cache, v_cache, eps=1e-5, overlap=True):
     (N, _), (K, D) = x.shape, k_cache.shape[1::2]
     y = rms_norm(x, norm, eps)
     q = (y @ wq.T).view(N, -1, 1, D)
@@ -62,29 +62,33 @@ def qkv(x, norm, wq, wkv, cos, sin, slots, k_cache, v_cache, eps=1e-5):
     return apply_rope(q, *turn)
 
 
-def attention(q, k_cache, v_cache, lengths, sink=None):
+def attention(q, k_cache, v_cache, lengths, sink=None, overlap=True):
     n = int(lengths)
     return manual_causal_attention(q, k_cache[:, :, :n], v_cache[:, :, :n], None, sink)
 
 
-def linear(x, weight, norm=None, residual=None, eps=1e-5):
+def linear(x, weight, norm=None, residual=None, eps=1e-5, overlap=True):
     y = (x if norm is None else rms_norm(x, norm, eps)) @ weight.T
     return y if residual is None else y + residual
 
 
-def route(x, norm, router, k, eps=1e-5):
+def route(x, norm, router, k, eps=1e-5, overlap=True):
     y = rms_norm(x, norm, eps)
     top, indices = torch.sort((y @ router.T).softmax(-1), descending=True, stable=True)
     return y, indices[:, :k].int(), top[:, :k] / top[:, :k].sum(-1, keepdim=True)
 
 
-def experts(x, indices, weights, w1, w3, w2, shared=None, residual=None):
+def experts(x, indices, weights, w1, w3, w2, shared=None, residual=None, overlap=True):
     run = lambda a, b, c: (F.silu(x @ a.T) * (x @ b.T)) @ c.T  # noqa: E731 (one line, used twice)
     out = sum(
         w * run(w1[e], w3[e], w2[e]) for e, w in zip(indices[0].tolist(), weights[0], strict=True)
     )
     out = out if shared is None else out + run(*shared)
     return out if residual is None else out + residual
+
+
+def moe(x, norm, router, w1, w3, w2, k, shared=None, eps=1e-5, overlap=True):
+    return experts(*route(x, norm, router, k, eps), w1, w3, w2, shared, x)
 
 
 @pytest.fixture
@@ -94,6 +98,7 @@ def plain(monkeypatch):
         ("decode_qkv", qkv),
         ("decode_attention", attention),
         ("decode_linear", linear),
+        ("decode_moe", moe),
         ("decode_route", route),
         ("decode_experts", experts),
     ):

@@ -190,6 +190,24 @@ def test_a_replay_gives_the_very_bits_of_the_launches():
         assert torch.equal(replayed, launched)
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_overlapping_kernels_give_the_very_bits_of_those_that_wait(graph):
+    """Logits and caches after each of 200 steps: a kernel that reads too early reads what the step before left there."""
+    model = make(dataclasses.replace(PRODUCTION, n_layers=12), torch.bfloat16)
+    ids = random_ids(model, 140)
+    kept = []
+    for overlap in (True, False):
+        decoder = Decoder(model, 400, graph=graph, overlap=overlap)
+        decoder.read(ids)
+        decoder.put(7)
+        kept.append([decoder.step().clone() for _ in range(200)])
+        buffers = [t for layer in range(12) for t in decoder.cache.buffers(layer)]
+        kept[-1] += [t[:, :, :340].clone() for t in buffers]  # what was written
+        kept[-1].append(decoder.tape[140:341].clone())
+    for overlapped, waited in zip(*kept, strict=True):
+        assert torch.equal(overlapped, waited)
+
+
 def test_a_graph_serves_one_sequence_after_another():
     model = make(TINY, torch.float32)
     decoder = Decoder(model, 100, mode="plain")

@@ -13,6 +13,7 @@ from gptoss.kernels.decode import (
     decode_attention,
     decode_experts,
     decode_linear,
+    decode_moe,
     decode_qkv,
     decode_route,
 )
@@ -208,6 +209,29 @@ def test_a_lane_without_expert_adds_nothing(monkeypatch):
     assert_equal(out, (F.silu(x @ w1[2].T) * (x @ w3[2].T)) @ w2[2].T)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("with_shared", [False, True])
+def test_moe_of_one_token_equals_route_and_experts(k, with_shared):
+    """C = 300 takes two blocks of columns, F = 10 does not divide by the rows of a program."""
+    E, C, F_ = 5, 300, 10
+    x, gamma, router = randn(1, C), randn(C), randn(E, C)
+    w1, w3, w2 = randn(E, F_, C) / C**0.5, randn(E, F_, C) / C**0.5, randn(E, C, F_)
+    shared = (w1[0] + 0.1, w3[1] - 0.1, w2[2].clone()) if with_shared else None
+    got = decode_moe(x, gamma, router, w1, w3, w2, k, shared)
+    y, indices, weights = decode_route(x, gamma, router, k)
+    assert_equal(got, decode_experts(y, indices, weights, w1, w3, w2, shared, x))
+    y = rms_norm(x.double(), gamma.double())
+    top, chosen = (y @ router.double().T).softmax(-1)[0].topk(k)
+    wanted = x.double()
+    for share, e in [
+        *zip(top / top.sum(), chosen.tolist(), strict=True),
+        *[(1, None)] * with_shared,
+    ]:
+        a, b, c = (w.double() for w in (shared if e is None else (w1[e], w3[e], w2[e])))
+        wanted = wanted + share * (F.silu(y @ a.T) * (y @ b.T)) @ c.T
+    assert_equal(got, wanted)
+
+
 def test_the_operators_keep_their_promises_to_torch():
     utils = ("test_schema", "test_faketensor")
     k, v = randn(2, 1, 8, 16), randn(2, 1, 8, 16)
@@ -226,6 +250,10 @@ def test_the_operators_keep_their_promises_to_torch():
         (
             ops.decode_experts,
             (x, torch.tensor([[0], [2]], device=DEVICE), randn(2, 1), *stacks, [], None),
+        ),
+        (
+            ops.decode_moe,
+            (x[:1], gamma, randn(3, 16), *stacks, [], 2, 1e-5, 1e-6),
         ),
     ):
         torch.library.opcheck(op.default, args, test_utils=utils)
@@ -248,6 +276,13 @@ def test_bad_arguments_are_named():
         decode_linear(randn(1, 16), randn(4, 8))
     with pytest.raises(ValueError, match="from 1 to 3 experts"):
         decode_route(randn(1, 16), randn(16), randn(3, 16), 4)
+    stacks = (randn(3, 8, 16), randn(3, 8, 16), randn(3, 16, 8))
+    with pytest.raises(ValueError, match="one row"):
+        decode_moe(randn(2, 16), randn(16), randn(3, 16), *stacks, 2)
+    with pytest.raises(ValueError, match="from 1 to 3 experts"):
+        decode_moe(randn(1, 16), randn(16), randn(3, 16), *stacks, 4)
+    with pytest.raises(ValueError, match="shared weights"):
+        decode_moe(randn(1, 16), randn(16), randn(3, 16), *stacks, 2, stacks)
 
 
 @pytest.mark.gpu
