@@ -3,6 +3,9 @@
 `gptoss bench agreement`. Both train the same model on the same real text from the same weights: one with the fast
 attention and expert kernels, compiled, in bf16; the other with the dense float32 attention and the loop over experts,
 in fp32 and eager. Rounding sends the two on different ways, so single steps differ; their means must not.
+
+The learning rate is a third of what the model bears. At 1e-3 the loss falls fast enough that the oracle alone, its first
+weights changed by a thousandth, ends 200 steps 0.07 to 0.12 nats away from itself: there no band of use could be kept.
 """
 
 import dataclasses
@@ -107,7 +110,7 @@ def _train(model: ModelConfig, data: Tensor, compiled: bool) -> list[float]:
         gradient_accumulation_steps=1,
         total_steps=len(data),
         warmup_steps=20,
-        lr=1e-3,
+        lr=3e-4,
         grad_checkpoint=False,
         compile=compiled,
         compile_mode="default",

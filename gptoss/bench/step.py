@@ -127,6 +127,7 @@ def measure(
                 row |= _time_transformers(run.model, batch, length, steps, peak)
             except Exception as error:  # as above
                 row["error"] = " ".join(str(error).split())[:200]
+            torch.set_float32_matmul_precision("highest")  # PyTorch's default again
             release_memory()
             rows.append(row)
             print(_line(row), flush=True)
@@ -177,8 +178,13 @@ def _time_variant(
 def _time_transformers(
     cfg: ModelConfig, batch: int, length: int, steps: int, peak: float | None
 ) -> dict[str, Any]:
-    """What a user would pick instead: top 3 of 8 experts, since GptOss has no shared one."""
+    """What a user would pick instead: top 3 of 8 experts, since GptOss has no shared one.
+
+    TF32 is allowed, as its users do: autocast leaves grouped_mm's experts in fp32.
+    """
     from transformers import GptOssForCausalLM
+
+    torch.set_float32_matmul_precision("high")
 
     theirs = gpt_oss_config(cfg, cfg.eval_max_seq_len)
     model = GptOssForCausalLM._from_config(
