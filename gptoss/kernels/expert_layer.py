@@ -139,6 +139,8 @@ def _experts_backward(
         )
     assert hidden is not None
     assert parts is not None
+    d_weights = sum_parts(parts, order, weights)
+    del parts
     dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
     dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
     products = (Product(d_gate_up, rows, (dw1, dw3)), Product(d_y, hidden, (dw2,)))
@@ -149,7 +151,7 @@ def _experts_backward(
     d_rows = grouped_rows(d_gate_up, table, (w1, w3), tiles["input"], transposed=False)
     return (
         sum_rows(d_rows, inverse, k)[:, :width].contiguous(),
-        sum_parts(parts, order, weights),
+        d_weights,
         dw1[:, :ffn, :width].contiguous(),
         dw3[:, :ffn, :width].contiguous(),
         dw2[:, :width, :ffn].contiguous(),

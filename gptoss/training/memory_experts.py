@@ -63,7 +63,6 @@ def experts_backward(
     results = {
         "gradients of the rows": rows * c * a,
         "gradient of x": n * cfg.d_model * a,
-        "gradient of the routing weights, by token": rows * WIDE,
     }
     return {
         "derivative of the SwiGLU": copies | weight_operands | hidden_gradients | partial,
