@@ -125,6 +125,7 @@ def _(
 
 def _swiglu_context(ctx, inputs, output):
     x, counts, w1, w3 = inputs
+    ctx.set_materialize_grads(False)  # no zeros for gate and up, which only the backward pass reads
     ctx.save_for_backward(x, counts, w1, w3, output[1], output[2])
 
 
