@@ -168,7 +168,8 @@ def _(
 
 def _context(ctx, inputs, output):
     *tensors, _recompute = inputs
-    ctx.set_materialize_grads(False)  # else autograd fills a gradient of zeros for gate and up: 4·R·F bytes
+    # Else autograd fills a gradient of zeros for gate and up: 4·R·F bytes.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
 
 
