@@ -189,9 +189,11 @@ def _sample(corpus: Corpus, settings: dict[str, Any], bar: ByteProgress) -> Iter
     for document in corpus.read(None):
         held_out = is_validation(document.key, settings["val_fraction"])
         if not held_out and (share == 1.0 or is_validation(f"sample {document.key}", share)):
-            yield document.text[: limit - read]
-            read += len(document.text)
-            bar.advance(len(document.text))
+            data = document.text.encode("utf-8", errors="surrogatepass")
+            fits = read + len(data) <= limit
+            yield document.text if fits else data[: limit - read].decode("utf-8", errors="ignore")
+            read += len(data)
+            bar.advance(len(data))
             if read >= limit:
                 return
 

@@ -375,3 +375,12 @@ def test_preparing_keeps_four_fifths_of_the_librarys_own_throughput(tmp_path, mo
     start = time.process_time()
     prepare(text, tmp_path / "out", tokenizer=tokenizer, val_fraction=0.05)
     assert tokenizer.backend.seconds / (time.process_time() - start) >= 0.8
+
+
+def test_the_tokenizers_text_is_limited_in_bytes_whatever_the_script(tmp_path):
+    taken = next(f"{i}.txt" for i in range(50) if encoding.is_validation(f"sample {i}.txt", 0.6))
+    (tmp_path / taken).write_text("日本語" * 700)  # 2,100 characters of three bytes
+    settings = {"tokenizer_bytes": 4000, "val_fraction": 0.0, "retrieval_names": False}
+    corpus = module.open_corpus(tmp_path)
+    (text,) = module._sample(corpus, settings, module.ByteProgress(None, False))
+    assert text == "日本語" * 444 + "日"  # 3,999 bytes: the last whole character

@@ -34,14 +34,14 @@ def test_no_gradient_is_made_up_for_what_only_the_backward_pass_reads() -> None:
 
     N, C, F, E, k = 24, 16, 32, 4, 2
     indices = torch.stack([torch.randperm(E)[:k] for _ in range(N)])
-    plan = plan_dispatch(indices, E, "triton_grouped")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    plan = plan_dispatch(indices.to(device), E, "triton_grouped")
     leaves = [
         torch.randn(shape, device=device, requires_grad=True)
         for shape in ((N, C), (N, k), (E, F, C), (E, F, C), (E, C, F))
     ]
     x, weights, w1, w3, w2 = leaves
-    out = grouped_experts(x, weights, *(part.to(device) for part in plan), w1, w3, w2)
+    out = grouped_experts(x, weights, *plan, w1, w3, w2)
     grad = torch.ones_like(out)
     with Fills() as fills:
         torch.autograd.grad(out, leaves, grad)
