@@ -206,7 +206,8 @@ def test_nothing_stays_in_the_temporary_folder(config, tmp_path, monkeypatch):
 def test_whoever_ends_the_comparison_ends_the_launch(config, tmp_path, number, processes, end):
     """The signal reaches the starter alone, as `kill PID` sends it; a run without end must not stay behind."""
     told = ["training.total_steps=1000000", "training.save_interval=1000000", "training.validation_interval=0"]  # fmt: skip
-    script = f"from gptoss.bench.parallel import Engine, launch; launch(Engine('x', {processes}, 'ddp'), {config!r}, {told!r})"
+    script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
+    script += f"from gptoss.bench.parallel import Engine, launch; launch(Engine('x', {processes}, 'ddp'), {config!r}, {told!r})"
     starter = subprocess.Popen(
         [sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE, text=True,
