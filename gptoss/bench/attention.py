@@ -37,7 +37,7 @@ COLUMNS = {
     "problem": "why there is no number",
 }
 CONVENTION = (
-    "FLOPs: 4·D a visible pair and head forward, 10·D backward (five products), recomputation not counted; "
+    "FLOPs: 4·D a visible pair and head forward, 10·D backward (five products, the recomputed scores among them); "
     "error: norm of the difference / norm of the float64 oracle's tensor, the largest over out, dq, dk, dv and the sink's "
     "gradient; GPU times are of CUDA graph replays, host time excluded"
 )

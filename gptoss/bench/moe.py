@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gptoss.bench.evidence import make_evidence
 from gptoss.bench.moe_inputs import Inputs, Shape, check, make_inputs
-from gptoss.bench.roofline import capture, median_seconds
+from gptoss.bench.roofline import capture, seconds_in_turns
 from gptoss.kernels.expert_layer import grouped_experts
 from gptoss.kernels.loop import grouped_linear_loop, grouped_swiglu_loop
 from gptoss.kernels.swiglu import grouped_swiglu
@@ -28,7 +28,7 @@ COLUMNS = {
     "rows": "routed rows R",
     "flops": "floating-point operations of the products, recomputation not counted",
     "bytes": "fewest bytes to move: inputs read once, results written once",
-    "ms": "median time in ms",
+    "ms": "median time in ms, the contenders of a stage in turns",
     "tflops": "TFLOP/s reached",
     "against": "times faster than the stage's baseline, the row of grouped_mm with compiled SiLU·mul",
     "against_dense": "speed as a share of the dense product's",
@@ -76,18 +76,17 @@ def measure(
     for stage, factor, runs, baseline in stages:
         flops = factor * n_rows * shape.width * shape.ffn
         timed: list[dict[str, Any]] = []
-        for who, run in runs.items():
+        for who, took in seconds_in_turns(runs, device).items():
             row: dict[str, Any] = {"stage": stage, "who": who, "rows": n_rows, "flops": flops}
             row |= errors["layer" if "layer" in stage else "half"].get(who, {})
             if not stage.endswith("backward"):
                 row.pop("gradient_error", None)
                 moved = n_rows * (shape.width + shape.ffn) + 2 * inputs.w1.numel()
                 row["bytes"] = dtype.itemsize * moved
-            try:
-                seconds = median_seconds(run, device)
-                row |= {"ms": round(seconds * 1e3, 4), "tflops": round(flops / seconds / 1e12, 1)}
-            except Exception as problem:  # the reason is the row; the other versions still run
-                row["error"] = " ".join(str(problem).split())[:200]
+            if isinstance(took, Exception):  # the reason is the row; the other versions still run
+                row["error"] = " ".join(str(took).split())[:200]
+            else:
+                row |= {"ms": round(took * 1e3, 4), "tflops": round(flops / took / 1e12, 1)}
             timed.append(row)
         for column, other in (("against", baseline), ("against_dense", DENSE)):
             base = next((row.get("ms") for row in timed if row["who"] == other), None)

@@ -5,7 +5,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -98,6 +98,27 @@ def median_seconds(run: Callable[[], object], device: torch.device, repeats: int
         end_event.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+
+
+def seconds_in_turns(
+    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5
+) -> dict[str, float | Exception]:
+    """Median time of each contender in seconds, or what it failed with.
+
+    They take turns, so that a clock that drifts, or a chip that warms up, meets all of them alike; one time after the
+    other would give a ratio that changes from run to run by more than many a gain.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    failed: dict[str, float | Exception] = {}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            if name in failed:
+                continue
+            try:
+                times[name].append(median_seconds(run, device, repeats=10))
+            except Exception as problem:
+                failed[name] = problem
+    return {name: failed.get(name) or statistics.median(times[name]) for name in runs}
 
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -1,6 +1,9 @@
 """The tables that a GPU fills, run at small sizes on a CPU: their form, and that their numbers belong together."""
 
+import torch
+
 from gptoss.bench import agreement, kv_cache, memory, passkey
+from gptoss.bench.roofline import seconds_in_turns
 
 
 def test_passkey_has_a_row_for_each_recipe_and_length() -> None:
@@ -30,3 +33,18 @@ def test_fast_and_oracle_losses_stay_within_the_band() -> None:
     assert all(abs(row["difference"]) < 0.003 for row in rows)  # seen: 0.00015
     assert rows[1]["oracle"] < rows[0]["oracle"] - 0.08  # it learns: 0.108
     assert "inside" in table["notes"][0]
+
+
+def test_contenders_take_turns_and_one_that_fails_says_why() -> None:
+    order: list[str] = []
+
+    def fail() -> None:
+        order.append("broken")
+        raise ValueError("no such tile")
+
+    runs = {"a": lambda: order.append("a"), "broken": fail, "b": lambda: order.append("b")}
+    took = seconds_in_turns(runs, torch.device("cpu"), rounds=3)
+    turns = [name for name, before in zip(order, ["", *order], strict=False) if name != before]
+    assert turns == ["a", "broken", "b", "a", "b", "a", "b"]
+    assert str(took["broken"]) == "no such tile"
+    assert all(0 <= took[name] < 1 for name in "ab")
