@@ -5,6 +5,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from gptoss.bench.evidence import make_evidence
 from gptoss.bench.release import release_memory
 from gptoss.config import load_config
-from gptoss.training.memory import measure_training_peak, predict_training_memory
+from gptoss.training.memory import PeakMeter, predict_training_memory
 
 COLUMNS = {
     "batch": "sequences of a micro-batch",
@@ -50,7 +51,7 @@ def measure(
     command: str = "gptoss bench memory",
     commit: str | None = None,
 ) -> dict[str, Any]:
-    """Predict the peak of each setting, then train two steps with it.
+    """Predict the peak of each setting, then train two steps with it; settings of one shape share a model.
 
     Args:
         cases: settings; the production model's on a GPU, small ones of the tiny model on a CPU.
@@ -64,25 +65,25 @@ def measure(
     model = load_config(config or ("pretrain_a100_502m" if cuda else "tiny")).model
     model = dataclasses.replace(model, moe_dispatch="triton_grouped" if cuda else "stacked")
     rows = []
-    cases = tuple(cases or (PRODUCTION if cuda else ON_CPU))
-    for case, following in zip(cases, (*cases[1:], None), strict=True):
-        row: dict[str, Any] = case._asdict()
-        setting = dict(batch=case.batch, seq_len=case.seq_len, every=case.every, compiled=cuda)
-        device = "cuda" if cuda else "cpu"
-        sized = dataclasses.replace(model, max_seq_len=max(model.max_seq_len, case.seq_len))
-        predicted = predict_training_memory(sized, device=device, **setting).gib  # type: ignore[arg-type]  # one dict for both
-        row["predicted_gib"] = round(predicted, 3)
-        try:
-            measured = measure_training_peak(sized, device=device, **setting) / 2**30  # type: ignore[arg-type]  # as above
-            row |= {
-                "measured_gib": round(measured, 3),
-                "ratio": round(predicted / measured, 4),
-            }
-        except Exception as error:  # the reason is the row; the other settings still run
-            row["error"] = " ".join(str(error).split())[:200]
-        release_memory(keep_code=following is not None and following[:2] == case[:2])
-        rows.append(row)
-        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    cases = cases or (PRODUCTION if cuda else ON_CPU)
+    for (batch, seq_len), group in groupby(cases, lambda case: case[:2]):  # one model for a group
+        sized = dataclasses.replace(model, max_seq_len=max(model.max_seq_len, seq_len))
+        setting: dict[str, Any] = {"batch": batch, "seq_len": seq_len, "compiled": cuda, "device": "cuda" if cuda else "cpu"}  # fmt: skip
+        meter = None
+        for case in group:
+            row: dict[str, Any] = case._asdict()
+            predicted = predict_training_memory(sized, every=case.every, **setting).gib
+            row["predicted_gib"] = round(predicted, 3)
+            try:
+                meter = meter or PeakMeter(sized, **setting)
+                measured = meter.measure(case.every) / 2**30
+                row |= {"measured_gib": round(measured, 3), "ratio": round(predicted / measured, 4)}
+            except Exception as error:  # the reason is the row; the other settings still run
+                row["error"] = " ".join(str(error).split())[:200]
+            rows.append(row)
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        del meter
+        release_memory()
     notes = [] if cuda else ["no GPU here: the tiny model on the CPU, storages followed by hooks"]
     return make_evidence(
         "memory", "Peak memory of a training step", COLUMNS, rows,

@@ -5,10 +5,9 @@ import gc
 import torch
 
 
-def release_memory(*, keep_code: bool = False) -> None:
-    """Give unused memory back to the GPU and forget compiled code, unless the next measurement runs the same shapes."""
+def release_memory() -> None:
+    """Give unused memory back to the GPU and forget compiled code."""
     gc.collect()
-    if not keep_code:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

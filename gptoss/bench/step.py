@@ -7,6 +7,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from gptoss.bench.release import release_memory
 from gptoss.bench.roofline import matmul_rate
 from gptoss.bench.transformers_sizes import gpt_oss_config
 from gptoss.config import ModelConfig, RunConfig, TrainingConfig, load_config
-from gptoss.training.assembly import assemble
-from gptoss.training.distributed import join_world
+from gptoss.training.assembly import Assembly, assemble
+from gptoss.training.distributed import World, join_world
 from gptoss.training.flops import training_flops_per_token
 
 COLUMNS = {
@@ -106,16 +107,20 @@ def measure(
         )
     peak = matmul_rate() if cuda else None
     rows = []
-    for variant, following in zip(variants, (*variants[1:], None), strict=True):
-        row: dict[str, Any] = {"who": "gptoss", "seq_len": length, **dataclasses.asdict(variant)}
-        try:
-            row |= _time_variant(run, variant, length, steps, peak)
-        except Exception as error:  # the reason is the row; the other variants still run
-            row["error"] = " ".join(str(error).split())[:200]
-        same = following is not None and dataclasses.replace(following, every=variant.every)
-        release_memory(keep_code=same == variant)
-        rows.append(row)
-        print(_line(row), flush=True)
+    for shape, group in groupby(variants, lambda variant: dataclasses.replace(variant, every=0)):
+        with join_world() as world:
+            parts = None  # one model for the variants that differ only in checkpointing
+            for variant in group:
+                row: dict[str, Any] = {"who": "gptoss", "seq_len": length, **dataclasses.asdict(variant)}  # fmt: skip
+                try:
+                    parts = parts or _assemble(run, shape, world)
+                    row |= _time_variant(parts, variant, length, steps, peak)
+                except Exception as error:  # the reason is the row; the other variants still run
+                    row["error"] = " ".join(str(error).split())[:200]
+                rows.append(row)
+                print(_line(row), flush=True)
+            del parts
+        release_memory()
     if baselines and cuda:
         for batch in (8,):  # 16 would take more than the memory of one H200
             row = {
@@ -146,33 +151,36 @@ def measure(
     )
 
 
-def _time_variant(
-    run: RunConfig, variant: Variant, length: int, steps: int, peak: float | None
-) -> dict[str, Any]:
+def _assemble(run: RunConfig, shape: Variant, world: World) -> Assembly:
     model = dataclasses.replace(
-        run.model, moe_dispatch=variant.dispatch, attention_backend=variant.attention
+        run.model, moe_dispatch=shape.dispatch, attention_backend=shape.attention
     )
     training = dataclasses.replace(
         run.training,
-        micro_batch_size=variant.batch,
+        micro_batch_size=shape.batch,
         gradient_accumulation_steps=1,
-        grad_checkpoint=variant.every > 0,
-        grad_checkpoint_every=variant.every,
+        grad_checkpoint=False,
         compile_mode="default",
     )
-    with join_world() as world:
-        parts = assemble(RunConfig(model, training, run.data), world)
-        shape = (1, variant.batch, length + 1)
-        tokens = torch.randint(0, model.vocab_size, shape, device=world.device)
-        inputs, targets = tokens[..., :-1], tokens[..., 1:]
-        loss = 0.0
+    return assemble(RunConfig(model, training, run.data), world, draw_on=world.device)
 
-        def step() -> None:
-            nonlocal loss
-            loss = parts.take_step(inputs, targets).wait().loss
 
-        flops = training_flops_per_token(model, parts.model.num_active_parameters(), length)
-        return _time(step, steps, variant.batch * length, flops, peak) | {"loss": round(loss, 3)}
+def _time_variant(
+    parts: Assembly, variant: Variant, length: int, steps: int, peak: float | None
+) -> dict[str, Any]:
+    model = parts.model
+    model.enable_gradient_checkpointing(variant.every)
+    device = model.embed.weight.device
+    tokens = torch.randint(model.cfg.vocab_size, (1, variant.batch, length + 1), device=device)
+    inputs, targets = tokens[..., :-1], tokens[..., 1:]
+    loss = 0.0
+
+    def step() -> None:
+        nonlocal loss
+        loss = parts.take_step(inputs, targets).wait().loss
+
+    flops = training_flops_per_token(model.cfg, model.num_active_parameters(), length)
+    return _time(step, steps, variant.batch * length, flops, peak) | {"loss": round(loss, 3)}
 
 
 def _time_transformers(

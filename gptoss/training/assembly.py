@@ -14,6 +14,8 @@ from gptoss.training.schedule import Schedule
 from gptoss.training.seeding import seed_everything
 from gptoss.training.step import TrainStep
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Assembly:
@@ -46,14 +48,14 @@ def autocast_dtype(run: RunConfig, device: torch.device) -> torch.dtype | None:
     return torch.bfloat16
 
 
-def assemble(run: RunConfig, world: World) -> Assembly:
+def assemble(run: RunConfig, world: World, draw_on: torch.device = CPU) -> Assembly:
     """Build the model and all that trains it, on this process's device, from `training.seed`.
-
-    Weights are drawn on the CPU, so that one seed gives the same model on every machine and in every process.
 
     Args:
         run: the configuration.
         world: the processes.
+        draw_on: where the weights are drawn. On the CPU one seed gives the same model on every machine and in every
+            process; on a GPU half a billion are drawn at once, which is enough for a measurement of time or memory.
 
     Raises:
         ValueError: a compile mode or a dtype that cannot be used here.
@@ -61,7 +63,9 @@ def assemble(run: RunConfig, world: World) -> Assembly:
     training = run.training
     autocast = autocast_dtype(run, world.device)
     seed_everything(training.seed)
-    model = GPTOSS(run.model).to(world.device)
+    with draw_on:
+        model = GPTOSS(run.model)
+    model.to(world.device)
     model.set_rope_mode(training.rope)
     model.enable_gradient_checkpointing(
         training.grad_checkpoint_every if training.grad_checkpoint else 0

@@ -13,7 +13,7 @@ from gptoss.model.attention.functional import resolve_backend
 from gptoss.training.kept_tensors import Setting, check_counts
 from gptoss.training.memory_documents import assert_fits_in_available_gpu, estimate_model_memory_gb
 from gptoss.training.memory_inference import InferenceMemory, predict_inference_memory
-from gptoss.training.memory_measured import measure_training_peak
+from gptoss.training.memory_measured import PeakMeter, measure_training_peak
 from gptoss.training.memory_moments import (
     LOGIT_BYTES,
     Moment,
@@ -26,6 +26,7 @@ from gptoss.training.parameter_counts import count_parameters
 __all__ = [
     "InferenceMemory",
     "Moment",
+    "PeakMeter",
     "TrainingMemory",
     "assert_fits_in_available_gpu",
     "count_parameters",

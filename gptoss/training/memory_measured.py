@@ -99,67 +99,83 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def measure_training_peak(
-    config: ModelConfig,
-    *,
-    batch: int,
-    seq_len: int,
-    every: int = 0,
-    loss_chunk: int = 4096,
-    compiled: bool = False,
-    accumulation: int = 1,
-    steps: int = 2,
-    device: str | None = None,
-) -> int:
-    """Train a few steps on random tokens and return the most bytes that were alive at once in the last one.
+class PeakMeter:
+    """A model in training whose step can be asked for its peak memory, with one setting of checkpointing after another.
 
-    The trainer's own step: fp32 weights, activations as `config.dtype` says, clip, AdamW. The steps before the last
-    compile, tune and make the optimiser's state.
+    The trainer's own step on random tokens: fp32 weights, activations as `config.dtype` says, clip, AdamW.
 
     Args:
         config: the architecture, with dispatch and attention backend.
         batch, seq_len: sequences of a micro-batch and their tokens.
-        every: gradient checkpointing; 0 is off.
         loss_chunk: tokens whose logits exist at once.
         compiled: run blocks through torch.compile.
         accumulation: micro-batches of a step.
-        steps: how many are taken, at least 2.
         device: "cuda" or "cpu"; a GPU where there is one when left out.
-
-    Returns:
-        Bytes. On a GPU as `torch.cuda.max_memory_allocated` counts them, without the context and the allocator's
-        reserve; on a CPU as `LiveBytes` sees them, without what is used and given back inside one operation.
-
-    Raises:
-        ValueError: fewer than 2 steps.
 
     Source: chapter 11.
     """
-    if steps < 2:
-        raise ValueError(
-            f"steps = {steps}: expected at least 2, the first makes the optimiser's state"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        batch: int,
+        seq_len: int,
+        loss_chunk: int = 4096,
+        compiled: bool = False,
+        accumulation: int = 1,
+        device: str | None = None,
+    ) -> None:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        training = TrainingConfig(
+            micro_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            grad_checkpoint=False,
+            loss_chunk_size=loss_chunk,
+            compile=compiled,
+            compile_mode="default",
         )
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    training = TrainingConfig(
-        micro_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
-        grad_checkpoint=every > 0,
-        grad_checkpoint_every=every,
-        loss_chunk_size=loss_chunk,
-        compile=compiled,
-        compile_mode="default",
-    )
-    built = assemble(RunConfig(config, training), World(where))
-    tokens = torch.randint(config.vocab_size, (accumulation, batch, seq_len + 1), device=where)
-    inputs, targets = tokens[:, :, :-1], tokens[:, :, 1:]
-    for _ in range(steps - 1):
-        built.take_step(inputs, targets).wait()
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
-        torch.cuda.reset_peak_memory_stats(where)
-        built.take_step(inputs, targets).wait()
-        return torch.cuda.max_memory_allocated(where)
-    state = (t for s in built.optimizer.state.values() for t in s.values())
-    with LiveBytes([*built.model.parameters(), *state, tokens]) as live:
-        built.take_step(inputs, targets).wait()
-    return live.peak
+        self.device = where
+        self.built = assemble(RunConfig(config, training), World(where), draw_on=where)
+        size = (accumulation, batch, seq_len + 1)
+        self.tokens = torch.randint(config.vocab_size, size, device=where)
+
+    def measure(self, every: int = 0, steps: int = 2) -> int:
+        """Take a few steps and return the most bytes that were alive at once in the last one.
+
+        Args:
+            every: gradient checkpointing; 0 is off.
+            steps: how many are taken, at least 2. Those before the last compile, tune and make the optimiser's state.
+
+        Returns:
+            Bytes. On a GPU as `torch.cuda.max_memory_allocated` counts them, without the context and the allocator's
+            reserve; on a CPU as `LiveBytes` sees them, without what is used and given back inside one operation.
+
+        Raises:
+            ValueError: fewer than 2 steps.
+        """
+        if steps < 2:
+            raise ValueError(
+                f"steps = {steps}: expected at least 2, the first makes the optimiser's state"
+            )
+        built = self.built
+        built.model.enable_gradient_checkpointing(every)
+        inputs, targets = self.tokens[:, :, :-1], self.tokens[:, :, 1:]
+        for _ in range(steps - 1):
+            built.take_step(inputs, targets).wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            built.take_step(inputs, targets).wait()
+            return torch.cuda.max_memory_allocated(self.device)
+        state = (t for s in built.optimizer.state.values() for t in s.values())
+        with LiveBytes([*built.model.parameters(), *state, self.tokens]) as live:
+            built.take_step(inputs, targets).wait()
+        return live.peak
+
+
+def measure_training_peak(
+    config: ModelConfig, *, every: int = 0, steps: int = 2, **setting: Any
+) -> int:
+    """Bytes at the peak of a step, for one setting of checkpointing; all else as `PeakMeter` takes it."""
+    return PeakMeter(config, **setting).measure(every, steps)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU
 
 def test_without_a_gpu_the_tiny_run_is_timed_and_the_table_says_so(monkeypatch):
     asked = []
-    monkeypatch.setattr(step, "_time_variant", lambda run, v, length, steps, peak: asked.append((run.model.d_model, length, v.batch)) or {"ms": 1.0})  # fmt: skip
+    monkeypatch.setattr(step, "_time_variant", lambda parts, v, length, steps, peak: asked.append((parts.model.cfg.d_model, length, v.batch)) or {"ms": 1.0})  # fmt: skip
     table = step.measure(commit="test")
     check_evidence(table, "training_step")
     assert asked == [(128, 256, 2)] * 2
