@@ -59,38 +59,6 @@ WEIGHTS = [
     Tiles(128, 128, 64, 8, 4),
     Tiles(128, 256, 128, 8, 2),
 ]
-# Stored by the copy engine; compiled by Triton 3.6 all of them fit and spill nothing.
-ENGINE_WIDE = [
-    Tiles(128, 128, 64, 8, 4, pieces=4, engine_stores=True),
-    Tiles(128, 128, 64, 8, 3, pieces=4, engine_stores=True),
-    Tiles(128, 128, 64, 8, 3, pieces=2, engine_stores=True),
-    Tiles(128, 128, 64, 8, 4, pieces=2, engine_stores=True),
-    Tiles(128, 128, 64, 8, 4, pieces=4, flatten=False, engine_stores=True),
-    Tiles(128, 64, 64, 4, 3, pieces=2, per_sm=2, engine_stores=True),
-]
-ENGINE_ROWS = [
-    Tiles(128, 256, 64, 8, 3, pieces=4, engine_stores=True),
-    Tiles(128, 256, 64, 8, 3, pieces=2, engine_stores=True),
-    Tiles(128, 256, 64, 8, 4, pieces=4, engine_stores=True),
-    Tiles(128, 128, 64, 4, 3, pieces=4, per_sm=2, engine_stores=True),
-]
-ENGINE_DERIVATIVE = [
-    Tiles(128, 128, 64, 4, 2, pieces=4, per_sm=2, engine_stores=True),
-    Tiles(128, 128, 64, 4, 2, pieces=4, per_sm=2, flatten=False, engine_stores=True),
-    Tiles(128, 128, 64, 4, 3, pieces=4, per_sm=2, flatten=False, engine_stores=True),
-    Tiles(128, 128, 32, 4, 5, pieces=4, per_sm=2, flatten=False, engine_stores=True),
-    Tiles(128, 128, 64, 8, 2, pieces=4, per_sm=2, registers=128, engine_stores=True),
-    Tiles(128, 128, 64, 8, 3, pieces=4, per_sm=2, registers=128, flatten=False, engine_stores=True),
-    Tiles(128, 128, 64, 8, 3, pieces=4, engine_stores=True),
-    Tiles(128, 128, 64, 8, 3, pieces=2, engine_stores=True),
-    Tiles(128, 128, 64, 8, 3, pieces=1, engine_stores=True),
-    Tiles(128, 256, 64, 8, 3, pieces=4, engine_stores=True),
-    Tiles(128, 256, 64, 8, 2, pieces=4, engine_stores=True),
-    Tiles(128, 64, 64, 4, 3, pieces=2, per_sm=2, engine_stores=True),
-    Tiles(64, 128, 64, 4, 3, pieces=2, per_sm=2, engine_stores=True),
-    Tiles(64, 128, 64, 4, 2, pieces=4, per_sm=3, registers=168, engine_stores=True),
-    Tiles(64, 256, 64, 4, 2, pieces=4, per_sm=2, engine_stores=True),
-]
 CANDIDATES: dict[str, list[Tiles]] = {
     "tuned": [
         Tiles(128, 128, 64, 8, 3),
@@ -99,7 +67,7 @@ CANDIDATES: dict[str, list[Tiles]] = {
         Tiles(128, 64, 64, 8, 4),
     ],
     "swiglu": WIDE,
-    "swiglu keep": [*(WIDE[i] for i in (0, 1, 3, 6, 7, 9)), *ENGINE_WIDE],
+    "swiglu keep": [WIDE[i] for i in (0, 1, 3, 6, 7, 9)],
     "swiglu_backward": [
         Tiles(128, 128, 64, 8, 3, pieces=4),
         Tiles(128, 128, 64, 8, 4, pieces=4),
@@ -118,10 +86,9 @@ CANDIDATES: dict[str, list[Tiles]] = {
         Tiles(128, 128, 64, 8, 3, pieces=2),
         Tiles(128, 128, 64, 4, 3, pieces=4, per_sm=2, flatten=False),
         Tiles(128, 64, 64, 4, 3, pieces=2, per_sm=2),
-        *ENGINE_DERIVATIVE,
     ],
-    "down": [*ROWS, *ENGINE_ROWS],
-    "input": [*ROWS, *ENGINE_ROWS],
+    "down": ROWS,
+    "input": ROWS,
     "weights": WEIGHTS,
     "weights all": WEIGHTS,
 }
@@ -265,7 +232,6 @@ def _line(row: dict[str, Any]) -> str:
     sizes = f"{row['m']}x{row['n']}x{row['k']} w{row['warps']} s{row['stages']} g{row['group']}"
     sizes += f" p{row['pieces']} x{row['per_sm']}{'' if row['flatten'] else ' unflattened'}"
     sizes += f" r{row['registers']}" if row["registers"] else ""
-    sizes += " engine" if row["engine_stores"] else ""
     if "error" in row:
         return f"{row['kernel']:16}{sizes:42} {row['error']}"
     return f"{row['kernel']:16}{sizes:42} {row['ms']:7.3f} ms {row['tflops']:6.0f} TFLOP/s  {row['difference']:.0e}"

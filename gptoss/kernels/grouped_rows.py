@@ -16,7 +16,6 @@ from gptoss.kernels.descriptors import describable, describe, describe_pair
 from gptoss.kernels.expert_tiles import TileTable, grouped_order
 from gptoss.kernels.launch import programs
 from gptoss.kernels.rows_epilogue import DERIVATIVE, PLAIN, finish_rows
-from gptoss.kernels.run_store import store_target
 from gptoss.kernels.tuning import Tiles
 
 
@@ -79,8 +78,7 @@ def swiglu_derivative_kept(
     # Fetched by descriptor: their tiles then take whatever layout the accumulators have, and nothing is shuffled for them.
     pair = gate_up.unflatten(1, (2, ffn)).transpose(0, 1)  # (2, R, F), the same memory
     gate_up_desc = describe(pair, [2, tiles.m, tiles.n // tiles.pieces])
-    hidden_target = store_target(hidden, 1, [tiles.m, tiles.n // tiles.pieces], tiles.engine_stores)
-    args = (gate_up_desc, hidden_target, row_weights, parts)
+    args = (gate_up_desc, hidden, row_weights, parts)
     _launch_rows(d_y, table, (w2,), tiles, False, d_gate_up, DERIVATIVE, *args)
     return d_gate_up, hidden, parts
 
@@ -100,15 +98,13 @@ def _launch_rows(
     else:
         first, second = map(describable, weights)  # named: the pair must outlive the launch
         b_desc, swapped = describe_pair(first, second, block)
-    sides = 2 if epilogue == DERIVATIVE else 1
-    target = store_target(out, sides, [tiles.m, tiles.n // tiles.pieces], tiles.engine_stores)
     grid = programs(a.device, tiles, table.bound * triton.cdiv(width, tiles.n))
     _rows_kernel[grid](
-        a_desc, b_desc, gate_up_desc, target, hidden, row_weights, parts,
+        a_desc, b_desc, gate_up_desc, out, hidden, row_weights, parts,
         table.expert, table.row, table.end, table.used, n_rows, depth, width,
         PAIRS=pairs, SWAPPED=swapped, TRANSPOSED=transposed, EPILOGUE=epilogue,
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
-        PIECES=tiles.pieces, FLATTEN=tiles.flatten, ENGINE=tiles.engine_stores,
+        PIECES=tiles.pieces, FLATTEN=tiles.flatten,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
 
@@ -119,7 +115,7 @@ def _rows_kernel(
     tile_expert, tile_row, tile_end, tiles_used, n_rows, depth, width,
     PAIRS: tl.constexpr, SWAPPED: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    PIECES: tl.constexpr, FLATTEN: tl.constexpr, ENGINE: tl.constexpr,
+    PIECES: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.load(tiles_used)
     column_tiles = tl.cdiv(width, BLOCK_N)
@@ -149,5 +145,5 @@ def _rows_kernel(
         rows = first_row + tl.arange(0, BLOCK_M)
         finish_rows(
             y, rows, first_row, end, first_column, column_tile * PIECES, gate_up_desc, out, hidden,
-            row_weights, parts, n_rows, width, BLOCK_M, BLOCK_N, EPILOGUE, PIECES, ENGINE,
+            row_weights, parts, n_rows, width, BLOCK_M, BLOCK_N, EPILOGUE, PIECES,
         )  # fmt: skip

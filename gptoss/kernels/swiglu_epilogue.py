@@ -18,8 +18,6 @@ Shapes: M rows of a tile, N columns of a tile, R routed rows, F ffn width.
 import triton
 import triton.language as tl
 
-from gptoss.kernels.run_store import store_tile
-
 HIDDEN, HIDDEN_AND_KEEP, DERIVATIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # The interpreter knows no assembly. Triton itself decides by this knob, at import, whether to interpret.
@@ -66,47 +64,39 @@ def load_weights(row_weights, rows, in_run):
 
 
 @triton.jit
-def store_hidden(
-    gate, up, weight, rows, columns, mask, first_row, end, first_column, hidden, ffn,
-    ENGINE: tl.constexpr,
-):  # fmt: skip
+def store_hidden(gate, up, weight, rows, columns, mask, hidden, ffn):
     """Write w · a·σ(a)·u."""
     value = gate * sigmoid(gate) * up * weight[:, None]
-    store_tile(hidden, value, rows, columns, mask, first_row, end, first_column, ffn, 0, 1, ENGINE)
+    at = hidden + rows.to(tl.int64)[:, None] * ffn + columns[None, :]
+    tl.store(at, value.to(hidden.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_derivative(
-    gate, up, grad, weight, rows, columns, mask, first_row, end, first_column, part, hidden, d_gate_up, parts,
-    n_rows, ffn, ENGINE: tl.constexpr,
-):  # fmt: skip
+    gate, up, grad, weight, rows, in_run, columns, mask, part, hidden, d_gate_up, parts, n_rows, ffn
+):
     """Write [da | du]; where there are routing weights also h and this tile's part of dw, row ``part`` of (parts, R)."""
     grad = grad.to(tl.float32)
     sigma = sigmoid(gate)
     silu = gate * sigma
     scaled = grad * weight[:, None]
+    at = d_gate_up + rows.to(tl.int64)[:, None] * (2 * ffn) + columns[None, :]
+    kind = d_gate_up.dtype.element_ty
     d_gate = scaled * up * (sigma + silu * (1 - sigma))
-    store_tile(
-        d_gate_up, d_gate, rows, columns, mask, first_row, end, first_column, ffn, 0, 2, ENGINE
-    )
-    d_up = scaled * silu
-    store_tile(
-        d_gate_up, d_up, rows, columns, mask, first_row, end, first_column, ffn, 1, 2, ENGINE
-    )
+    tl.store(at, d_gate.to(kind), mask=mask)
+    tl.store(at + ffn, (scaled * silu).to(kind), mask=mask)
     if parts is not None:
         product = silu * up
-        value = product * weight[:, None]
-        store_tile(
-            hidden, value, rows, columns, mask, first_row, end, first_column, ffn, 0, 1, ENGINE
-        )
+        at = hidden + rows.to(tl.int64)[:, None] * ffn + columns[None, :]
+        tl.store(at, (product * weight[:, None]).to(kind), mask=mask)
         d_weight = tl.sum(grad * product, 1)  # (M,); columns past F add zeros
-        tl.store(parts + part.to(tl.int64) * n_rows + rows, d_weight, mask=rows < end)
+        tl.store(parts + part.to(tl.int64) * n_rows + rows, d_weight, mask=in_run)
 
 
 @triton.jit
 def finish_swiglu(
     gate, up, rows, first_row, end, first_column, part, d_desc, hidden, gate_up, row_weights, parts, n_rows, ffn,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr, PIECES: tl.constexpr, ENGINE: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     if (
         PIECES > 1
@@ -116,16 +106,16 @@ def finish_swiglu(
         up_0, up_1 = up.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
         finish_swiglu(
             gate_0, up_0, rows, first_row, end, first_column, part, d_desc, hidden, gate_up,
-            row_weights, parts, n_rows, ffn, ROWS, HALF, MODE, PIECES // 2, ENGINE,
+            row_weights, parts, n_rows, ffn, ROWS, HALF, MODE, PIECES // 2,
         )  # fmt: skip
         finish_swiglu(
             gate_1, up_1, rows, first_row, end, first_column + HALF, part + PIECES // 2, d_desc, hidden, gate_up,
-            row_weights, parts, n_rows, ffn, ROWS, HALF, MODE, PIECES // 2, ENGINE,
+            row_weights, parts, n_rows, ffn, ROWS, HALF, MODE, PIECES // 2,
         )  # fmt: skip
     else:
         _finish_piece(
             gate, up, rows, first_row, end, first_column, part, d_desc, hidden, gate_up,
-            row_weights, parts, n_rows, ffn, MODE, ENGINE,
+            row_weights, parts, n_rows, ffn, WIDTH, MODE,
         )  # fmt: skip
 
 
@@ -133,26 +123,33 @@ def finish_swiglu(
 def _finish_piece(
     gate, up, rows, first_row, end, first_column, part, d_desc, hidden, gate_up,
     row_weights, parts, n_rows, ffn,
-    MODE: tl.constexpr, ENGINE: tl.constexpr,
+    WIDTH: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    columns = first_column + tl.arange(0, gate.shape[1])
+    columns = first_column + tl.arange(0, WIDTH)
     in_run = rows < end
     mask = in_run[:, None] & (columns < ffn)[None, :]
     weight = load_weights(row_weights, rows, in_run)
     if MODE == DERIVATIVE:
         d = d_desc.load([first_row, first_column])
         store_derivative(
-            gate, up, d, weight, rows, columns, mask, first_row, end, first_column, part, hidden, gate_up, parts,
-            n_rows, ffn, ENGINE,
-        )  # fmt: skip
+            gate,
+            up,
+            d,
+            weight,
+            rows,
+            in_run,
+            columns,
+            mask,
+            part,
+            hidden,
+            gate_up,
+            parts,
+            n_rows,
+            ffn,
+        )
     else:
         if MODE == HIDDEN_AND_KEEP:
-            store_tile(
-                gate_up, gate, rows, columns, mask, first_row, end, first_column, ffn, 0, 2, ENGINE
-            )
-            store_tile(
-                gate_up, up, rows, columns, mask, first_row, end, first_column, ffn, 1, 2, ENGINE
-            )
-        store_hidden(
-            gate, up, weight, rows, columns, mask, first_row, end, first_column, hidden, ffn, ENGINE
-        )
+            at = gate_up + rows.to(tl.int64)[:, None] * (2 * ffn) + columns[None, :]
+            tl.store(at, gate.to(gate_up.dtype.element_ty), mask=mask)
+            tl.store(at + ffn, up.to(gate_up.dtype.element_ty), mask=mask)
+        store_hidden(gate, up, weight, rows, columns, mask, hidden, ffn)

@@ -19,7 +19,6 @@ from torch import Tensor
 from gptoss.kernels.descriptors import describable, describe, describe_pair
 from gptoss.kernels.expert_tiles import TileTable, grouped_order
 from gptoss.kernels.launch import programs
-from gptoss.kernels.run_store import store_target
 from gptoss.kernels.swiglu_epilogue import (
     DERIVATIVE,
     HIDDEN,
@@ -110,17 +109,12 @@ def _launch(x, table, w1, w3, tiles, mode, row_weights, hidden, gate_up, d_desc,
     x_desc = describe(describable(x), [tiles.m, tiles.k])
     w1, w3 = describable(w1), describable(w3)  # named: the pair must outlive the launch
     w_desc, swapped = describe_pair(w1, w3, [2, 1, tiles.n, tiles.k])
-    block = [tiles.m, tiles.n // tiles.pieces]
-    if hidden is not None:
-        hidden = store_target(hidden, 1, block, tiles.engine_stores)
-    if gate_up is not None:
-        gate_up = store_target(gate_up, 2, block, tiles.engine_stores)
     grid = programs(x.device, tiles, table.bound * triton.cdiv(ffn, tiles.n))
     _persistent_kernel[grid](
         x_desc, w_desc, d_desc, hidden, gate_up, row_weights, parts,
         table.expert, table.row, table.end, table.used, n_rows, width, ffn,
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
-        MODE=mode, SWAPPED=swapped, PIECES=tiles.pieces, FLATTEN=tiles.flatten, ENGINE=tiles.engine_stores,
+        MODE=mode, SWAPPED=swapped, PIECES=tiles.pieces, FLATTEN=tiles.flatten,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
 
@@ -131,7 +125,6 @@ def _persistent_kernel(
     tile_expert, tile_row, tile_end, tiles_used, n_rows, width, ffn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     MODE: tl.constexpr, SWAPPED: tl.constexpr, PIECES: tl.constexpr, FLATTEN: tl.constexpr,
-    ENGINE: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.load(tiles_used)
     column_tiles = tl.cdiv(ffn, BLOCK_N)
@@ -158,5 +151,5 @@ def _persistent_kernel(
         rows = first_row + tl.arange(0, BLOCK_M)
         finish_swiglu(
             gate, up, rows, first_row, end, first_column, column_tile * PIECES, d_desc, hidden, gate_up,
-            row_weights, parts, n_rows, ffn, BLOCK_M, BLOCK_N, MODE, PIECES, ENGINE,
+            row_weights, parts, n_rows, ffn, BLOCK_M, BLOCK_N, MODE, PIECES,
         )  # fmt: skip

@@ -32,8 +32,7 @@ class Tiles:
 
     ``group`` row tiles are walked together; ``warps`` and ``stages`` are Triton's num_warps and num_stages; persistent kernels
     start ``per_sm`` programs on each multiprocessor; ``flatten`` lets a program fetch its next tile during an epilogue;
-    ``pieces`` (1, 2 or 4) says in how many column pieces a result is stored; ``registers`` caps those of a thread;
-    with ``engine_stores`` the copy engine writes the results (compute capability 9.0 and newer).
+    ``pieces`` (1, 2 or 4) says in how many column pieces a result is stored; ``registers`` caps those of a thread.
     """
 
     m: int
@@ -46,7 +45,6 @@ class Tiles:
     flatten: bool = True
     pieces: int = 1
     registers: int | None = None
-    engine_stores: bool = False
 
 
 # Kernel names: "tuned" (version 3), "swiglu" (version 4, forward), "swiglu_backward" (derivative by recomputation),
