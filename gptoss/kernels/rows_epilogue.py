@@ -64,4 +64,6 @@ def _tied(value, anchor):
 
     Left free, the compiler computes all that follows from ``value`` twice, once for each layout that is stored.
     """
-    return tl.where(anchor == anchor, value, value + 0.0)  # a move in assembly is free, but makes the stores spill
+    return tl.where(
+        anchor == anchor, value, value + 0.0
+    )  # a move in assembly is free, but makes the stores spill
