@@ -256,6 +256,9 @@ def test_a_missing_corpus(capsys, config_file, tmp_path):
     )
     assert "/no/where" in line
     assert not (tmp_path / "run").exists()
+    text = ("--set", "data.train_data_path=null", "--set", "data.corpus=stdlb")
+    assert "data.corpus = stdlb" in fails(capsys, "pretrain", "--config", config_file, *text)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_empty_corpus(capsys, config_file, tmp_path):
