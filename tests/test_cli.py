@@ -256,6 +256,9 @@ def test_a_missing_corpus(capsys, config_file, tmp_path):
     )
     assert "/no/where" in line
     assert not (tmp_path / "run").exists()
+    text = ("--set", "data.train_data_path=null", "--set", "data.corpus=stdlb")
+    assert "data.corpus = stdlb" in fails(capsys, "pretrain", "--config", config_file, *text)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_empty_corpus(capsys, config_file, tmp_path):
@@ -369,6 +372,19 @@ def test_a_filler_that_is_too_short(capsys, trained, tmp_path):
     (tmp_path / "short.txt").write_text("short\n")
     arguments = ("--length", 90, "--filler", tmp_path / "short.txt")
     assert "name a longer text" in fails(capsys, "passkey", "--checkpoint", trained, *arguments)
+
+
+def test_a_filler_of_two_texts_read_as_far_as_asked(capsys, trained, tmp_path):
+    (tmp_path / "one.txt").write_text("one line of text\n" * 4)
+    (tmp_path / "two.txt").write_text("two lines of text\n" * 4)
+    both = ("--filler", tmp_path / "one.txt", "--filler", tmp_path / "two.txt")
+    arguments = ("passkey", "--checkpoint", trained, "--length", 90, "--trials", 1)
+    assert "name a longer text" in fails(capsys, *arguments, *both[:2])
+    assert run(capsys, *arguments, *both)[0] == 0
+    line = fails(capsys, *arguments, *both, "--filler-tokens", 1000)
+    assert "1,000 are needed" in line
+    assert "one.txt" in line
+    assert "two.txt" in line
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(capsys, trained, tmp_path):

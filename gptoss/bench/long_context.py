@@ -221,7 +221,7 @@ def experiment(
                 flush=True,
             )
             gc.collect()
-            torch._dynamo.reset()  # each arm compiles its own blocks; together they would pass the limit of recompiles
+            torch._dynamo.reset()  # this arm's compiled code is not needed again
     done = {arm: result for arm, result in results.items() if result is not None}
     table = [arm._asdict() | row for arm, result in done.items() for row in result["rows"]]
     tokens = steps * next(iter(done.values()))["tokens_per_step"]

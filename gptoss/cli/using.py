@@ -77,11 +77,18 @@ def passkey(
     ] = None,
     trials: Annotated[int, typer.Option(help="At each length, spread over ten depths.")] = 20,
     filler: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="Text to hide it in: a folder, a file, package:NAME, …; the classic repeated sentence when left out."
+            help="Text to hide it in: a folder, a file, package:NAME, …; may be repeated; the classic repeated sentence "
+            "when left out."
         ),
     ] = None,
+    filler_tokens: Annotated[
+        int,
+        typer.Option(
+            help="How many tokens of it to read, at least the longest prompt's; with more, prompts share less of it."
+        ),
+    ] = 0,
     distractors: Annotated[int, typer.Option(help="Other keys in the same prompt.")] = 0,
     rope: Rope = "auto",
     seed: Annotated[int, typer.Option(help="Of keys and places.")] = 42,
@@ -101,7 +108,7 @@ def passkey(
         raise ValueError(
             f"the model reads {net.cfg.eval_max_seq_len} tokens at most: name a --length up to that"
         )
-    text = None if filler is None else read_filler(tokenizer, filler, max(lengths))
+    text = read_filler(tokenizer, filler, max(*lengths, filler_tokens)) if filler else None
     evaluator = PasskeyEvaluator(
         net, tokenizer, filler=text, n_distractors=distractors, rope=rope, seed=seed
     )

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class DataConfig:
     """Where the tokens come from (chapter 13).
 
-    `train_data_path` is a directory of shards written by `gptoss prepare`; without one, `corpus` names a built-in text
-    ("stdlib": the Python standard library of the running interpreter) that is prepared once and cached.
+    `train_data_path` is a directory of shards written by `gptoss prepare`; without one, `corpus` names the text that is
+    prepared once and cached: a source of `gptoss prepare` ("stdlib", the Python standard library of the running
+    interpreter; "package:NAME"; "hf:NAME"; a folder, a file, a glob), or several separated by commas.
     `retrieval_share` of the training windows carry `retrieval_keys` named keys, `retrieval_near_misses` lines that look
     like them, and `retrieval_questions` questions about the keys (chapter 16).
     """
@@ -28,7 +29,11 @@ class DataConfig:
             if not holds:
                 raise ValueError(f"DataConfig.{name} = {getattr(self, name)!r}: {rule}")
 
-        require(self.corpus in (None, "stdlib"), "corpus", 'must be "stdlib" or left out')
+        require(
+            self.corpus is None or all(part.strip() for part in self.corpus.split(",")),
+            "corpus",
+            'must name a text, as "stdlib" does, or several separated by commas, or be None',
+        )
         require(0 <= self.retrieval_share <= 1, "retrieval_share", "must lie in [0, 1]")
         require(self.retrieval_keys > 0, "retrieval_keys", "must be positive")
         require(

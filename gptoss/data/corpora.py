@@ -16,7 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from gptoss.data.documents import Document, FileReader, HuggingFaceReader
+from gptoss.data.documents import ROW_SUFFIXES, Document, FileReader, HuggingFaceReader
+from gptoss.data.equal_files import EqualFiles
 
 BUILT_FOLDERS = frozenset({"__pycache__", "node_modules"})
 SKIPPED_FOLDERS = BUILT_FOLDERS | frozenset(
@@ -27,14 +28,16 @@ SKIPPED_FOLDERS = BUILT_FOLDERS | frozenset(
     }
 )
 SKIPPED_FILES = frozenset({"html/entities.py", "stringprep.py"})  # tables of numbers
-TEXT_SUFFIXES = frozenset(
+TEXT_SUFFIXES = ROW_SUFFIXES | frozenset(
     {
         *(".txt", ".md", ".rst", ".tex", ".org", ".html", ".xml", ".csv", ".json", ".yaml", ".yml"),
         *(".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go"),
         *(".java", ".kt", ".scala", ".js", ".ts", ".tsx", ".jsx", ".css", ".rb", ".php", ".pl"),
         *(".lua", ".r", ".jl", ".hs", ".ml", ".sh", ".sql", ".swift", ".zig"),
-        *(".jsonl", ".ndjson", ".parquet"),
     }
+)
+SPLIT_RULE = (
+    "equal files have one key"  # in fingerprints: what was split otherwise is prepared again
 )
 
 
@@ -54,7 +57,8 @@ class Corpus:
 
     Attributes:
         name: as the caller gave it.
-        fingerprint: changes when the files' names or sizes change; guards a continued preparation.
+        fingerprint: changes when the files' names or sizes or the rule for their keys change; guards a continued
+            preparation.
         size_bytes: of all files, or None when nobody knows before reading.
         read: starts a reader, from the beginning or from a cursor.
         about: facts for a model card: files, bytes, and per package its version and licence.
@@ -69,6 +73,9 @@ class Corpus:
 
 def open_corpus(source: str | Path | Sequence[str | Path], column: str = "text") -> Corpus:
     """Find what a source names.
+
+    A document's key is made of its file's name, and of the first name where several files, of one source or of several,
+    are equal byte for byte: whoever splits by keys has equal files on one side. Rows are keyed by their text.
 
     Args:
         source: one of these, or a list of them, read one after the other:
@@ -87,7 +94,8 @@ def open_corpus(source: str | Path | Sequence[str | Path], column: str = "text")
     sources = [source] if isinstance(source, str | Path) else list(source)
     if not sources:
         raise ValueError('no source of text was given: expected "stdlib", a folder, a file, ...')
-    corpora = [_open_one(str(one), column) for one in sources]
+    equal = EqualFiles()
+    corpora = [_open_one(str(one), column, equal) for one in sources]
     if len(corpora) == 1:
         return corpora[0]
     sizes = [corpus.size_bytes for corpus in corpora]
@@ -140,7 +148,7 @@ def package_licence(name: str) -> dict[str, str]:
     return {"version": "", "licence": ""}
 
 
-def _open_one(source: str, column: str) -> Corpus:
+def _open_one(source: str, column: str, equal: EqualFiles) -> Corpus:
     kind, _, rest = source.partition(":")
     about: dict[str, Any] = {"source": source}
     if kind == "hf" and rest:
@@ -163,14 +171,15 @@ def _open_one(source: str, column: str) -> Corpus:
         raise ValueError(
             f"{source}: nothing to read: no text, code, .jsonl or .parquet file with content"
         )
+    equal.add(file for file in files if file[1].suffix.lower() not in ROW_SUFFIXES)
     sizes = [path.stat().st_size for _, path in files]
     about |= {"files": len(files), "bytes": sum(sizes)}
     listing = [[name, size] for (name, _), size in zip(files, sizes, strict=True)]
     return Corpus(
         name=source,
-        fingerprint=_digest([column, listing]),
+        fingerprint=_digest([column, listing, SPLIT_RULE]),
         size_bytes=sum(sizes),
-        read=lambda cursor: FileReader(files, column, cursor),
+        read=lambda cursor: FileReader(files, column, cursor, key=equal.first_name),
         about=(about,),
     )
 

@@ -1,5 +1,6 @@
-"""The data of a run that names no shards: a built-in corpus, prepared once and kept in the user's cache (chapter 13)."""
+"""The data of a run that names no shards: a corpus, prepared once and kept in the user's cache (chapter 13)."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -25,10 +26,12 @@ def default_dataset(
     """Prepare `corpus` once and return its shards and tokenizer, from the cache ever after.
 
     One in twenty documents is held out, a tokenizer of vocab_size is trained on at most 8 MiB of the rest, and all text
-    is tokenised. Several processes may ask at once: one works, the others wait. A damaged cache is made again.
+    is tokenised. Several processes may ask at once: one works, the others wait. A damaged cache is made again, and so is
+    one whose files have other names or sizes now.
 
     Args:
-        config_data: `corpus` is a source of `open_corpus`, or several separated by commas; `tokenizer` may name a
+        config_data: `corpus` is a source of `open_corpus`, or several separated by commas ("stdlib, package:sympy,
+            texts/*.md"; a path with a comma in it is for `gptoss prepare`); `tokenizer` may name a
             tokenizer.json; a retrieval_share above 0 has the tokenizer learn the passkey lines' words.
         vocab_size: of the tokenizer to train, where the configuration names none.
         cache_dir: None is the user's cache directory (platformdirs: ~/.cache/gptoss on Linux).
@@ -38,7 +41,7 @@ def default_dataset(
         (train directory, validation directory or None, tokenizer.json).
 
     Raises:
-        ValueError, OSError: as `prepare`; no corpus; a tokenizer that is not there.
+        ValueError, OSError: as `prepare`; no corpus, or one that is not there; a tokenizer that is not there.
 
     Source: chapters 13 and 17.
     """
@@ -47,11 +50,14 @@ def default_dataset(
             "DataConfig.corpus = None: expected a corpus to prepare; set data.corpus=stdlib, or data.train_data_path"
         )
     sources = [part.strip() for part in config_data.corpus.split(",")]
-    corpus = open_corpus(sources)
+    try:
+        corpus = open_corpus(sources)
+    except ValueError as error:
+        raise ValueError(f"data.corpus = {config_data.corpus}: {error}") from error
     tokenizer = Tokenizer.load(config_data.tokenizer) if config_data.tokenizer else None
     names = config_data.retrieval_share > 0
     what = tokenizer.sha256[:12] if tokenizer else f"{vocab_size}{'n' if names else ''}"
-    label = "+".join(source.removeprefix("package:") for source in sources)[:80]
+    label = "+".join(_file_name(source.removeprefix("package:")) for source in sources)[:80]
     root = Path(cache_dir) if cache_dir else platformdirs.user_cache_path("gptoss")
     out = root / "data" / f"{label}-{what}-f{FORMAT_VERSION}-{corpus.fingerprint[:12]}"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,3 +79,8 @@ def default_dataset(
                     raise
                 shutil.rmtree(out)
     raise AssertionError("the second attempt returns or raises")
+
+
+def _file_name(source: str) -> str:
+    """A source's name with what a file's name cannot hold, a path's slashes first of all, as hyphens."""
+    return re.sub(r"[^\w.-]+", "-", source).strip("-")

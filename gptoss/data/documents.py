@@ -5,12 +5,13 @@ A reader is an iterator of documents that can say where it stands (`cursor`) and
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PIECE_BYTES = 1 << 20
+ROW_SUFFIXES = frozenset({".jsonl", ".ndjson", ".parquet"})
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,14 @@ class FileReader(Iterator[Document]):
 
     .jsonl and .ndjson files hold one JSON object a line, .parquet files one row, each with the text in `column`; their
     key is the text's hash, so that equal texts fall on the same side of a split. Any other file is text in UTF-8 (a byte
-    that is not becomes U+FFFD); its key is its name. A text file above 1 MiB is read in pieces of about that size cut
+    that is not becomes U+FFFD); `key` makes its key. A text file above 1 MiB is read in pieces of about that size cut
     at line ends, each a document of its own, so that one large file can be split.
 
     Args:
-        files: (name, path) pairs; the name is what keys are made of.
+        files: (name, path) pairs.
         column: the field that holds the text in JSONL and Parquet.
         cursor: what `cursor()` returned earlier, to go on behind the last document read then.
+        key: (name, path) -> the key of a text file's first piece; None takes the name.
 
     Raises:
         ValueError: a line that is no JSON object or has no such field, a Parquet file without the column.
@@ -49,8 +51,10 @@ class FileReader(Iterator[Document]):
         files: list[tuple[str, Path]],
         column: str = "text",
         cursor: dict[str, int] | None = None,
+        key: Callable[[str, Path], str] | None = None,
     ):
         self._files, self._column = files, column
+        self._key = key or (lambda name, path: name)
         self._file, self._count = (cursor["file"], cursor["documents"]) if cursor else (0, 0)
         self._rows: Iterator[Document] | None = None
 
@@ -58,7 +62,8 @@ class FileReader(Iterator[Document]):
         while self._file < len(self._files):
             if self._rows is None:
                 name, path = self._files[self._file]
-                self._rows = _open_documents(name, path, self._column, self._count)
+                key = self._key(name, path)
+                self._rows = _open_documents(key, path, self._column, self._count)
             for document in self._rows:
                 self._count += 1
                 return document
@@ -118,27 +123,27 @@ class HuggingFaceReader(Iterator[Document]):
         return self._stream.state_dict()
 
 
-def _open_documents(name: str, path: Path, column: str, skip: int) -> Iterator[Document]:
+def _open_documents(key: str, path: Path, column: str, skip: int) -> Iterator[Document]:
     suffix = path.suffix.lower()
     if suffix in (".jsonl", ".ndjson"):
         rows = _jsonl_documents(path, column)
     elif suffix == ".parquet":
         rows = _parquet_documents(path, column)
     else:
-        rows = _text_documents(name, path)
+        rows = _text_documents(key, path)
     for _ in range(skip):
         next(rows, None)
     return rows
 
 
-def _text_documents(name: str, path: Path) -> Iterator[Document]:
+def _text_documents(key: str, path: Path) -> Iterator[Document]:
     with open(path, "rb") as file:
         number = 0
         while data := file.read(PIECE_BYTES):
             if len(data) == PIECE_BYTES:
                 data += file.readline(PIECE_BYTES)
-            key = name if number == 0 else f"{name}#{number}"
-            yield Document(key, data.decode("utf-8", errors="replace"))
+            piece_key = key if number == 0 else f"{key}#{number}"
+            yield Document(piece_key, data.decode("utf-8", errors="replace"))
             number += 1
 
 

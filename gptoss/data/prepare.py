@@ -70,7 +70,8 @@ def prepare(
         out_dir: made if missing.
         tokenizer: a Tokenizer or the path of any tokenizer.json; None trains one on a sample of the training documents.
         vocab_size: of the tokenizer to train.
-        val_fraction: share of documents held out, chosen by a hash of the document's key; 0 for none.
+        val_fraction: share of documents held out, chosen by a hash of the document's key (its file's name, the first
+            one of equal files, or a row's text); 0 for none.
         processes: that tokenise; 1 stays in this one.
         shard_tokens: tokens in each shard but the last.
         column: the field with the text in JSONL, Parquet and Hugging Face datasets.
@@ -271,7 +272,7 @@ def _read_state(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         if before.get(key) != value:
             what = (
-                "files that have changed since"
+                "files that have changed since, or by another rule for the split"
                 if key == "fingerprint"
                 else f"{key} = {before.get(key)!r}"
             )

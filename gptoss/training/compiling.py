@@ -1,11 +1,13 @@
 """torch.compile, a block at a time (chapter 14)."""
 
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 
 import torch
 
-from gptoss.model.transformer import GPTOSS
+from gptoss.model.transformer import GPTOSS, GPTOSSBlock
 
 # Modes that record CUDA graphs, and what they become. A graph replays fixed shapes at fixed addresses: rows per expert
 # change with every batch, grouped_mm cannot be captured, and each block runs several times before its gradients are
@@ -35,8 +37,9 @@ def block_compile_mode(mode: str, device: torch.device) -> str:
 def compile_blocks(model: GPTOSS, mode: str, device: torch.device) -> None:
     """Compile each block's forward as one graph; the embedding, the head and the loop between blocks stay as they are.
 
-    Blocks of a kind share their code, so two are compiled, not twelve; names in the state dict do not change; what DDP,
-    FSDP2 and gradient checkpointing hook around a block stays outside its graph. A graph break is an error.
+    Blocks of a kind share their code, so two are compiled, not twelve; another model in the same process shares nothing
+    with them, and its shapes neither count nor leave a trace here. Names in the state dict do not change; what DDP, FSDP2
+    and gradient checkpointing hook around a block stays outside its graph. A graph break is an error.
 
     Args:
         model: changed in place. Call before `distributed.spread`.
@@ -44,8 +47,9 @@ def compile_blocks(model: GPTOSS, mode: str, device: torch.device) -> None:
         device: where the model is.
     """
     chosen = block_compile_mode(mode, device)
+    forward = _forward_of_its_own()
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, mode=chosen)
+        block.forward = torch.compile(MethodType(forward, block), fullgraph=True, mode=chosen)
 
 
 @contextmanager
@@ -58,3 +62,18 @@ def eager_blocks(model: GPTOSS) -> Iterator[None]:
         for block, forward in zip(model.blocks, compiled, strict=True):
             if forward is not None:
                 block.forward = forward
+
+
+def _forward_of_its_own() -> FunctionType:
+    """A copy of a block's forward that Dynamo takes for another function.
+
+    It counts graphs, eight at most, by code object, and remembers which sizes have changed by the code's file, line and
+    name: a second model of another width would be compiled for any size.
+    """
+    shared = GPTOSSBlock.forward
+    code = shared.__code__.replace(co_name=f"forward_{uuid.uuid4().hex}")
+    copy = FunctionType(
+        code, shared.__globals__, "forward", shared.__defaults__, shared.__closure__
+    )
+    copy.__kwdefaults__ = shared.__kwdefaults__
+    return copy

@@ -112,6 +112,45 @@ def test_equal_rows_fall_on_the_same_side_of_the_split(tmp_path):
     assert keys[0] == keys[2] != keys[1]
 
 
+def test_equal_files_have_the_key_of_the_first_and_the_others_keep_their_names(tmp_path):
+    for name, text in {"a": "one", "b": "two", "c": "one", "d": "three", "e": "one"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    keys = ["a.txt", "b.txt", "a.txt", "d.txt", "a.txt"]
+    assert [d.key for d in open_corpus(tmp_path).read(None)] == keys
+    reader = open_corpus(tmp_path).read(None)
+    next(reader), next(reader)
+    continued = open_corpus(tmp_path).read(reader.cursor())
+    assert [d.key for d in continued] == keys[2:]
+
+
+def test_equal_files_of_two_sources_have_one_key(tmp_path):
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / f"{place}.py").write_text("pass\n")
+    keys = [d.key for d in open_corpus([tmp_path / "one", tmp_path / "two"]).read(None)]
+    assert keys == ["one.py", "one.py"]
+    assert [d.key for d in open_corpus(tmp_path / "two").read(None)] == ["two.py"]
+
+
+def test_the_pieces_of_equal_large_files_have_keys_in_pairs(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("".join(f"line {i}\n" for i in range(PIECE_BYTES // 8)))
+    keys = [d.key for d in open_corpus(tmp_path).read(None)]
+    assert keys == ["a.txt", "a.txt#1", "a.txt", "a.txt#1"]
+
+
+def test_only_text_files_of_one_size_are_compared(tmp_path):
+    """Rows have keys of their own, so that no Parquet file of gigabytes is read for nothing."""
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "same"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "same"}])
+    (tmp_path / "c.txt").write_text("long enough")
+    (tmp_path / "d.txt").write_text("short")
+    corpus = open_corpus(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gptoss.data.equal_files._digest", None)  # would raise
+        assert [d.key for d in corpus.read(None)][2:] == ["c.txt", "d.txt"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -6,6 +6,7 @@ import pytest
 
 from gptoss.config import DataConfig
 from gptoss.data import corpora
+from gptoss.data.corpora import open_corpus
 from gptoss.data.default import default_dataset
 from gptoss.data.documents import is_validation
 from gptoss.data.manifest import verify_shards
@@ -49,6 +50,38 @@ def test_a_damaged_cache_is_made_again(small_stdlib, tmp_path):
     (first.train.parent / "prepare.json").write_text("{")
     default_dataset(DataConfig(corpus="stdlib"), 400, tmp_path)
     assert (first.train / "shard_00000.bin").read_bytes() == before
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "my texts"
+    place.mkdir()
+    for i in range(120):  # of which a few are held out
+        (place / f"{i}.txt").write_text(f"text number {i}\n")
+    return place
+
+
+def test_several_corpora_of_any_kind_are_prepared_inside_the_cache(folder, tmp_path):
+    cache = tmp_path / "cache"
+    both = default_dataset(DataConfig(corpus=f"package:yaml, {folder}"), 400, cache)
+    assert both.train.is_relative_to(cache / "data")
+    manifests = [verify_shards(path) for path in (both.train, both.validation)]
+    everything = [*open_corpus("package:yaml").read(None), *open_corpus(folder).read(None)]
+    assert sum(manifest.documents for manifest in manifests) == len(everything)
+    alone = default_dataset(DataConfig(corpus=str(folder)), 400, cache)
+    assert alone.train.is_relative_to(cache / "data")
+    assert alone.train != both.train
+    (folder / "0.txt").write_text("a text of another length")
+    assert default_dataset(DataConfig(corpus=str(folder)), 400, cache).train != alone.train
+
+
+def test_a_corpus_that_is_not_there_is_named_with_what_could_be(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"data\.corpus = stdlib, stdlb: stdlb: .*stdlib, package:"
+    ):
+        default_dataset(DataConfig(corpus="stdlib, stdlb"), 400, tmp_path)
+    with pytest.raises(ValueError, match=r"DataConfig\.corpus = 'stdlib,': must name a text"):
+        DataConfig(corpus="stdlib,")
 
 
 def test_no_corpus_says_what_to_set(tmp_path):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,32 @@ def test_special_tokens_in_the_text_do_not_end_documents(corpus, prepared):
     manifest = read_manifest(prepared.train)
     stream = PretrainDataset(prepared.train, 1).tokens(0, manifest.total_tokens)
     assert (stream == manifest.eos_token_id).sum() == manifest.documents
+
+
+def test_no_text_is_on_both_sides_of_the_split(tmp_path):
+    """30 texts under two names each, and the names alone would put many of them on both sides."""
+    names = {
+        f"{copy}{i:02d}.txt": f"text number {i:02d}\n"
+        for copy in ("first", "second")
+        for i in range(30)
+    }
+    for name, text in names.items():
+        (tmp_path / name).write_text(text)
+    out = prepare(tmp_path, tmp_path / "out", vocab_size=300, val_fraction=0.5)
+    tokenizer = Tokenizer.load(out.tokenizer)
+    sides = []
+    for path in (out.train, out.validation):
+        manifest = read_manifest(path)
+        stream = PretrainDataset(path, 1).tokens(0, manifest.total_tokens).tolist()
+        ends = [-1, *(i for i, token in enumerate(stream) if token == tokenizer.eos_token_id)]
+        sides.append([tokenizer.decode(stream[a + 1 : b]) for a, b in pairwise(ends)])
+    train, validation = sides
+    assert sorted(train + validation) == sorted(names.values())
+    assert not set(train) & set(validation)
+    held_out = {
+        text for name, text in names.items() if name < "s" and encoding.is_validation(name, 0.5)
+    }
+    assert set(validation) == held_out  # on the side of the first name
 
 
 def test_the_tokenizer_never_sees_validation_text(tmp_path):

@@ -58,6 +58,51 @@ def test_compiled_blocks_take_the_same_step_under_the_same_names(monkeypatch):
     assert not counters["graph_break"]
 
 
+@pytest.fixture
+def captured(monkeypatch):
+    """Whatever Dynamo captures, kept and run as it is."""
+    compile_, graphs = torch.compile, []
+
+    def note(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(
+        torch, "compile", lambda f, fullgraph, mode: compile_(f, fullgraph=fullgraph, backend=note)
+    )
+    torch._dynamo.reset()
+    return graphs
+
+
+def has_symbolic_size(graph):
+    inputs = (node for node in graph.graph.nodes if node.op == "placeholder")
+    return any(isinstance(node.meta["example_value"], torch.SymInt) for node in inputs)
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 1])
+def test_four_configurations_compile_in_one_process_as_each_would_alone(captured, checkpoint_every):
+    """Two kinds of block, with gradients and without: 16 graphs in all, where Dynamo keeps eight for one function."""
+    limit = torch._dynamo.config.recompile_limit
+    assert limit < 16
+    symbolic = []
+    for batch, head_dim in enumerate((4, 8, 12, 16), 1):
+        width = 4 * head_dim
+        config = ModelConfig(**{**SMALL_MODEL, "d_model": width, "head_dim": head_dim})
+        model = GPTOSS(config)
+        model.enable_gradient_checkpointing(checkpoint_every)
+        compile_blocks(model, "default", CPU)
+        tokens = torch.randint(0, 64, (batch, 17))
+        captured.clear()
+        loss, aux = model(tokens[:, :-1], targets=tokens[:, 1:])
+        (loss + aux).backward()
+        with torch.no_grad():
+            model(tokens[:, :-1])
+        assert len(captured) == 4
+        symbolic += map(has_symbolic_size, captured)
+    assert not any(symbolic)  # each as if no other size had been seen
+    assert torch._dynamo.config.recompile_limit == limit
+
+
 def test_eager_blocks_come_back_compiled():
     model = GPTOSS(ModelConfig(**SMALL_MODEL))
     compile_blocks(model, "default", CPU)
