@@ -1,5 +1,6 @@
 """Where the tokens come from."""
 
+import os
 from dataclasses import dataclass
 
 
@@ -28,6 +29,9 @@ class DataConfig:
             if not holds:
                 raise ValueError(f"DataConfig.{name} = {getattr(self, name)!r}: {rule}")
 
+        for name in ("train_data_path", "validation_data_path", "tokenizer"):
+            if getattr(self, name) is not None:
+                setattr(self, name, os.path.expanduser(getattr(self, name)))
         require(self.corpus in (None, "stdlib"), "corpus", 'must be "stdlib" or left out')
         require(0 <= self.retrieval_share <= 1, "retrieval_share", "must lie in [0, 1]")
         require(self.retrieval_keys > 0, "retrieval_keys", "must be positive")
