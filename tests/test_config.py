@@ -41,6 +41,10 @@ def test_a_bad_value_is_named_in_one_line(override: str, words: str) -> None:
         (b"3: {}", "unknown section: 3"),
         (b"\xff\xfe\x00", r"run\.yaml: not UTF-8"),
         (b"model:\n\tx: 1", "not valid YAML"),
+        (b"0", "expected sections"),
+        (b"training:\n  lr: 1.0\n  lr: 2.0\n", "'lr' stands there twice"),
+        (b"training: {lr: 1.0}\ntraining: {}\n", "'training' stands there twice"),
+        (b"training:\n  save_dir: ' '", "save_dir = ' ': must name a directory"),
     ],
 )
 def test_a_bad_file_is_named_in_one_line(tmp_path: Path, text: bytes, words: str) -> None:
@@ -49,6 +53,18 @@ def test_a_bad_file_is_named_in_one_line(tmp_path: Path, text: bytes, words: str
     with pytest.raises(ValueError, match=words) as problem:
         load_config(path)
     assert len(str(problem.value).splitlines()) == 1
+
+
+def test_a_home_directory_in_a_file_is_found(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "run.yaml"
+    path.write_text("training:\n  save_dir: ~/runs/a\ndata:\n  train_data_path: ~/text\n")
+    run = load_config(path, ["data.tokenizer=~/t.json"])
+    assert run.training.save_dir == f"{tmp_path}/runs/a"
+    assert (run.data.train_data_path, run.data.tokenizer) == (
+        f"{tmp_path}/text",
+        f"{tmp_path}/t.json",
+    )
 
 
 def test_yarn_settings_of_a_file_are_taken(tmp_path: Path) -> None:

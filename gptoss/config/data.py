@@ -1,5 +1,6 @@
 """Where the tokens come from."""
 
+import os
 from dataclasses import dataclass
 
 
@@ -34,6 +35,9 @@ class DataConfig:
             "corpus",
             'must name a text, as "stdlib" does, or several separated by commas, or be None',
         )
+        for name in ("train_data_path", "validation_data_path", "tokenizer"):
+            if getattr(self, name) is not None:
+                setattr(self, name, os.path.expanduser(getattr(self, name)))
         require(0 <= self.retrieval_share <= 1, "retrieval_share", "must lie in [0, 1]")
         require(self.retrieval_keys > 0, "retrieval_keys", "must be positive")
         require(

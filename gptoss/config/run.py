@@ -100,7 +100,9 @@ def load_config(name_or_path: str | Path, overrides: Iterable[str] = ()) -> RunC
         raise FileNotFoundError(
             f"no configuration {name!r}: give a YAML file or one of {', '.join(list_configs())}"
         )
-    sections = _read_yaml(text, name) or {}
+    sections = _read_yaml(text, name)
+    if sections is None:  # an empty file
+        sections = {}
     require_sections(sections, f"{name}: ")
     for override in overrides:
         _apply_override(sections, override)
@@ -119,8 +121,21 @@ def _apply_override(sections: dict[str, Any], override: str) -> None:
     sections[section][key] = _read_yaml(text, f"override {override!r}")
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML as plain values; a key that stands twice is an error, where PyYAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key!r} stands there twice", problem_mark=node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(text: str, where: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_EachKeyOnce)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error

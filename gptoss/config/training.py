@@ -1,5 +1,6 @@
 """How a model is trained."""
 
+import os
 from dataclasses import dataclass
 
 from .model import ROPE_MODES
@@ -71,5 +72,7 @@ class TrainingConfig:
             "micro_batch_size",
             'must be a positive int or "auto"',
         )
+        require(self.save_dir.strip() != "", "save_dir", "must name a directory")
+        self.save_dir = os.path.expanduser(self.save_dir)  # "~" in a file, where no shell reads it
         require(self.rope in ROPE_MODES, "rope", f"must be one of {', '.join(ROPE_MODES)}")
         require(self.parallel in ("ddp", "fsdp2"), "parallel", "must be one of ddp, fsdp2")

@@ -78,6 +78,7 @@ def check_request(
         raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
     if not isinstance(stop_ids, Iterable):
         raise ValueError(f"stop_ids = {stop_ids!r}: expected a sequence of token ids, as in [0]")
+    stop_ids = list(stop_ids)  # read more than once below
     for name, ids in (("stop_ids", stop_ids), ("pad_id", (pad_id,))):
         if any(token is None or not 0 <= token < cfg.vocab_size for token in ids):
             raise ValueError(

@@ -74,8 +74,8 @@ class GPTOSS(nn.Module):
             truncate=cfg.yarn_truncate,
         )
         self.checkpoint_every = 0
-        if cfg.weight_tying:
-            self.head.weight = self.embed.weight
+        _tie_head(self)
+        self.register_load_state_dict_post_hook(_tie_head)  # assign=True takes two tensors for one
         self.init_weights()
 
     @torch.no_grad()
@@ -93,8 +93,7 @@ class GPTOSS(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPTOSS":
         """Move or cast as every module does; a tied head is tied again, since to_empty() makes two tensors of one."""
         super()._apply(fn, recurse)
-        if self.cfg.weight_tying:
-            self.head.weight = self.embed.weight
+        _tie_head(self)
         return self
 
     def forward(
@@ -127,10 +126,10 @@ class GPTOSS(nn.Module):
             load-balancing loss, averaged over the layers.
 
         Raises:
-            ValueError: idx is not (B, T) with T ≥ 1, or targets do not match it.
+            ValueError: idx is not (B, T) with B and T ≥ 1, or targets do not match it.
         """
-        if idx.dim() != 2 or idx.shape[1] == 0:
-            raise ValueError(f"idx {tuple(idx.shape)}: expected (B, T) token ids with T at least 1")
+        if idx.dim() != 2 or idx.numel() == 0:
+            raise ValueError(f"idx {tuple(idx.shape)}: expected (B, T) token ids, at least one")
         if targets is not None and targets.shape != idx.shape:
             raise ValueError(f"targets {tuple(targets.shape)}: expected {tuple(idx.shape)}, as idx")
         if positions is None:
@@ -238,3 +237,9 @@ class GPTOSS(nn.Module):
             f"experts={cfg.n_activated_experts}/{cfg.n_routed_experts}+{cfg.n_shared_experts}, "
             f"window={cfg.window_size}, rope={self.rope_mode}, params={self.num_parameters():,}"
         )
+
+
+def _tie_head(model: GPTOSS, _keys: object = None) -> None:
+    """Make the head's matrix the embedding's again, where the model ties them."""
+    if model.cfg.weight_tying:
+        model.head.weight = model.embed.weight

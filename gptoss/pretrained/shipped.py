@@ -65,8 +65,6 @@ def load_pretrained(
         del wanted["head.weight"]
     weights = read_weights(folder, wanted, tokenizer.sha256)
     model.load_state_dict({k: t.to(dtype) for k, t in weights.items()}, strict=False, assign=True)
-    if run.model.weight_tying:
-        model.head.weight = model.embed.weight
     model.set_rope_mode(run.training.rope)
     return model.to(device).eval(), tokenizer
 

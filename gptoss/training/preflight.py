@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from gptoss.config import RunConfig
+from gptoss.model.moe.dispatch import require_triton_on
 from gptoss.training.checkpoint import CheckpointManager
 from gptoss.training.distributed import World
 from gptoss.training.memory import predict_run_memory
@@ -57,6 +58,7 @@ def check_run(run: RunConfig, resume: str | int, world: World) -> Preflight:
             device="cuda" if on_gpu else "cpu",
         ).gib
 
+    check_kernels(run, world.device)
     check_directory(Path(training.save_dir))
     if training.sample_interval and not training.sample_prompt:
         raise ValueError("training.sample_prompt is empty: give a text to go on from, as in 'def '")
@@ -75,6 +77,20 @@ def check_run(run: RunConfig, resume: str | int, world: World) -> Preflight:
     return Preflight(
         data, batch, first_step, resumes, checkpoints, predicted(batch.micro_batch), limit
     )
+
+
+def check_kernels(run: RunConfig, device: torch.device) -> None:
+    """See that the configured kernels can train on a device.
+
+    Raises:
+        ValueError, ImportError: they cannot; the message says what to set.
+    """
+    if run.model.attention_backend == "flex" and device.type != "cuda":
+        raise ValueError(
+            f"model.attention_backend = 'flex' has no backward pass on {device.type}: set model.attention_backend=auto"
+        )
+    if run.model.moe_dispatch == "triton_grouped":
+        require_triton_on(device)
 
 
 def check_directory(directory: Path) -> None:

@@ -129,7 +129,8 @@ def test_each_row_stops_at_its_own_stop_token(make_model):
 def test_generation_ends_when_every_row_has_stopped(make_model):
     model, ids = make_model(window=W), prompt(6)
     first = generate(model, ids, 1, temperature=0)[0, -1].item()
-    assert generate(model, ids, 20, temperature=0, stop_ids=[first]).shape == (1, 7)
+    for stops in ([first], {first}, iter([first]), torch.tensor([first])):
+        assert generate(model, ids, 20, temperature=0, stop_ids=stops).shape == (1, 7)
 
 
 def test_stop_tokens_cannot_come_before_the_least_length(make_model):

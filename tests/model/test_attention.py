@@ -427,3 +427,16 @@ def test_the_oracle_stays_in_float32_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = manual_causal_attention(q, k, v)
     torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_the_blocks_stay_in_float32_under_autocast_forward_and_backward() -> None:
+    inputs = [torch.randn(1, heads, 40, 8, requires_grad=True) for heads in (4, 2, 2)]
+    sink, dout = torch.randn(4, requires_grad=True), torch.randn(1, 4, 40, 8, dtype=torch.float64)
+    exact = manual_causal_attention(*(x.double() for x in inputs), 9, sink.double())
+    wanted = torch.autograd.grad(exact, (*inputs, sink), dout)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # bf16 products would be off by 1e-2
+        out = blocked_attention(*inputs, 9, sink)
+        gradients = torch.autograd.grad(out, (*inputs, sink), dout.float())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5)

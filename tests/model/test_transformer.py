@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import pickle
 
 import pytest
 import torch
@@ -148,6 +149,19 @@ def test_tied_head_shares_storage_after_meta_init_and_casts() -> None:
     assert GPTOSS(config(weight_tying=False)).head.weight is not model.embed.weight
 
 
+def test_tied_head_stays_tied_when_a_state_dict_is_assigned() -> None:
+    source = GPTOSS(config())
+    with torch.device("meta"):
+        model = GPTOSS(config())
+    model.load_state_dict(source.state_dict(), assign=True)
+    assert model.head.weight is model.embed.weight
+    assert model.num_parameters() == source.num_parameters()
+    idx = tokens(1, 5)
+    assert torch.equal(model(idx)[0], source(idx)[0])
+    twin = pickle.loads(pickle.dumps(model))
+    assert twin.head.weight is twin.embed.weight
+
+
 def test_rope_mode_is_a_setting_of_the_model() -> None:
     model, idx = GPTOSS(config()).double(), tokens(1, 16)
     assert model.rope_mode == "yarn"
@@ -214,7 +228,11 @@ def test_autocast_keeps_a_bf16_stream_and_fp32_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [torch.zeros(3, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long)]
+    "bad",
+    [
+        torch.zeros(3, dtype=torch.long),
+        *(torch.zeros(*s, dtype=torch.long) for s in ((1, 0), (0, 3))),
+    ],
 )
 def test_bad_ids_are_refused(bad: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="expected \\(B, T\\)"):

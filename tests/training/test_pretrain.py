@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gptoss.inference.generate import generate_with_result
+from gptoss.model.transformer import GPTOSS
 from gptoss.training.checkpoint import CheckpointManager
 from gptoss.training.distributed import World
 from gptoss.training.journal import read_journal
@@ -141,14 +142,26 @@ def nothing_was_written(tmp_path) -> bool:
         ({"model": {"max_seq_len": 50_000, "eval_max_seq_len": 50_000}}, "max_seq_len = 50000"),
         ({"compile": True, "compile_mode": "fast"}, "compile_mode = 'fast'"),
         ({"seed": -1}, "seed = -1"),
+        ({"model": {"attention_backend": "flex"}}, "no backward pass on cpu"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(
     small_run, tmp_path, change, message
 ):
     with pytest.raises((ValueError, OSError), match=message):
-        pretrain(small_run(**change), progress=False)
+        pretrain(small_run(**change), device="cpu", progress=False)
     assert nothing_was_written(tmp_path)
+
+
+def test_triton_experts_are_refused_where_nothing_runs_them(small_run, tmp_path, monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    run = small_run(model={"moe_dispatch": "triton_grouped"})
+    with pytest.raises(ValueError, match=r"needs a CUDA device, got cpu: set model.moe_dispatch"):
+        pretrain(run, device="cpu", progress=False)
+    assert nothing_was_written(tmp_path)
+    with pytest.raises(ValueError, match="needs a CUDA device, got cpu"):  # a model from a GPU
+        GPTOSS(run.model)(torch.zeros(1, 3, dtype=torch.long))
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(small_run, prepared, tmp_path):

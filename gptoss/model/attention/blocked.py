@@ -92,15 +92,17 @@ def _blocked_attention(
     out = q.new_empty(B, K, H // K, T, v.shape[-1])
     lse = torch.empty(B, K, H // K, T, dtype=dtype, device=q.device)
     sink = None if sink_bias is None else sink_bias.to(dtype).view(K, H // K, 1)
-    for rows, band, mask in _blocks(q, k, key_start, window):
-        scores = _scores(grouped[:, :, :, rows].to(dtype), keys[:, :, band], mask, scale)
-        total = scores.logsumexp(dim=-1)  # (B, K, G, t)
-        if sink is not None:
-            total = torch.logaddexp(total, sink)
-        total = total.masked_fill(total == -torch.inf, 0.0)  # then exp(−∞ − 0) = 0: zeros, not NaN
-        weights = (scores - total.unsqueeze(-1)).exp_()
-        out[:, :, :, rows] = _times(weights, values[:, :, band]).to(q.dtype)
-        lse[:, :, :, rows] = total
+    with torch.autocast(q.device.type, enabled=False):  # or it multiplies in bf16
+        for rows, band, mask in _blocks(q, k, key_start, window):
+            scores = _scores(grouped[:, :, :, rows].to(dtype), keys[:, :, band], mask, scale)
+            total = scores.logsumexp(dim=-1)  # (B, K, G, t)
+            if sink is not None:
+                total = torch.logaddexp(total, sink)
+            # Where a query sees nothing, exp(−∞ − 0) = 0: zeros, not NaN.
+            total = total.masked_fill(total == -torch.inf, 0.0)
+            weights = (scores - total.unsqueeze(-1)).exp_()
+            out[:, :, :, rows] = _times(weights, values[:, :, band]).to(q.dtype)
+            lse[:, :, :, rows] = total
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
@@ -138,15 +140,16 @@ def _blocked_attention_backward(
     delta = (dout * out.to(dtype).unflatten(1, heads)).sum(-1)  # (B, K, G, T)
     dq = grouped.new_empty(grouped.shape)
     dk, dv = keys.new_zeros(keys.shape), values.new_zeros(values.shape)
-    for rows, band, mask in _blocks(q, k, key_start, window):
-        queries, douts = grouped[:, :, :, rows].to(dtype), dout[:, :, :, rows]
-        scores = _scores(queries, keys[:, :, band], mask, scale)
-        weights = (scores - lse[:, :, :, rows].unsqueeze(-1)).exp_()  # (B, K, G, t, s)
-        dweights = _times(douts, values[:, :, band].transpose(-1, -2))
-        dscores = weights * (dweights - delta[:, :, :, rows].unsqueeze(-1)) * scale
-        dq[:, :, :, rows] = _times(dscores, keys[:, :, band]).to(q.dtype)
-        dk[:, :, band] += _summed_over_group(dscores, queries)
-        dv[:, :, band] += _summed_over_group(weights, douts)
+    with torch.autocast(q.device.type, enabled=False):  # as in the forward pass
+        for rows, band, mask in _blocks(q, k, key_start, window):
+            queries, douts = grouped[:, :, :, rows].to(dtype), dout[:, :, :, rows]
+            scores = _scores(queries, keys[:, :, band], mask, scale)
+            weights = (scores - lse[:, :, :, rows].unsqueeze(-1)).exp_()  # (B, K, G, t, s)
+            dweights = _times(douts, values[:, :, band].transpose(-1, -2))
+            dscores = weights * (dweights - delta[:, :, :, rows].unsqueeze(-1)) * scale
+            dq[:, :, :, rows] = _times(dscores, keys[:, :, band]).to(q.dtype)
+            dk[:, :, band] += _summed_over_group(dscores, queries)
+            dv[:, :, band] += _summed_over_group(weights, douts)
     if sink_bias is None:
         dsink = q.new_zeros(0)
     else:

@@ -38,7 +38,7 @@ def plan_dispatch(
     Source: chapter 9.
     """
     if dispatch == "triton_grouped":
-        require_triton()
+        require_triton_on(indices.device)
         from gptoss.kernels.expert_order import order_by_expert  # needs Triton
 
         return DispatchPlan(*order_by_expert(indices, n_experts))
@@ -47,6 +47,23 @@ def plan_dispatch(
     slots = torch.arange(flat.numel(), device=flat.device)
     inverse = torch.empty_like(order).scatter_(0, order, slots)
     return DispatchPlan(order, inverse, count_experts(indices, n_experts))
+
+
+def require_triton_on(device: torch.device) -> None:
+    """Refuse a device on which the expert kernels cannot run; on a CPU they run in Triton's interpreter alone.
+
+    Raises:
+        ImportError: without Triton.
+        ValueError: no CUDA device, and Triton does not interpret.
+    """
+    require_triton()
+    import triton
+
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            f"moe_dispatch = 'triton_grouped' needs a CUDA device, got {device.type}: set model.moe_dispatch=stacked, "
+            "or TRITON_INTERPRET=1 in the environment to interpret the kernels"
+        )
 
 
 def gather_rows(x: Float[Tensor, "N C"], plan: DispatchPlan, k: int) -> Float[Tensor, "R C"]:
