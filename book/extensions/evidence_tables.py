@@ -219,7 +219,9 @@ class EvidenceDirective(SphinxDirective):
             "Notes": [paragraph(note) for note in evidence["notes"]],
             "File": [paragraph(self.download(name))],
         }
-        section += nodes.field_list("", *(field(*fact) for fact in facts.items() if fact[1]))
+        section += nodes.field_list(
+            "", *(field(*fact) for fact in facts.items() if fact[1]), classes=["evidence"]
+        )
         section += self.rows(evidence)
         meanings = [[paragraph(code(key)), text] for key, text in evidence["columns"].items()]
         section += folded(
