@@ -57,8 +57,9 @@ def fault_of_words(words: list[str]) -> str | None:
     while hasattr(command, "resolve_command"):
         name, command, rest = command.resolve_command(command.context_class(command), rest)
     given = command.make_context(name, list(rest)).params
-    if given.get("config") and "runs/" not in given["config"]:
-        load_config(given["config"], given.get("overrides") or ())
+    if config := given.get("config"):
+        kept = config == "runs/502m/config.json"  # as a run of the page keeps it
+        load_config("pretrain_a100_502m" if kept else config, given.get("overrides") or ())
     if name == "bench":
         unknown = {table.replace("-", "_") for table in given["tables"]} - TABLES - {"all"}
         return f"no table {unknown}" if unknown else None
@@ -131,6 +132,12 @@ def test_every_message_is_one_that_the_package_gives() -> None:
     assert [message for message in messages if not is_said(message, texts)] == []
     assert not is_said("another trainer worked here", texts)
     assert not is_said("more than the … is predicted to take", texts)
+
+
+def test_a_run_goes_on_with_the_configuration_that_it_keeps(tmp_path) -> None:
+    run = load_config("pretrain_a100_502m", ["training.lr=2e-4", "data.num_workers=4"])
+    importlib.import_module("gptoss.training.restore").write_description(tmp_path, run, None)
+    assert load_config(tmp_path / "config.json") == run
 
 
 def test_settings_in_sentences_exist() -> None:
