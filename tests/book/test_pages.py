@@ -1,5 +1,6 @@
 """The site, built for real from a specimen chapter: numbers, references, folded solutions, no other host."""
 
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 ROOT = Path(__file__).resolve().parents[2]
+SHOWN_ROWS = 120
 DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 CHAPTER_7 = r"""(ch-seven)=
@@ -67,7 +69,14 @@ $$ (eq-seventeen-x)
 
 {numref}`Chapter %s <ch-seven>`, {eq}`eq-seven-gate`, {eq}`eq-seventeen-x`.
 
+As `head.json` says.
+
 ## Second
+"""
+
+READS_MOE = """from gptoss.bench.evidence import load_evidence
+decode = "not read"
+print(len(load_evidence("moe")["rows"]))
 """
 
 
@@ -97,7 +106,8 @@ def site(tmp_path_factory):
         "format: jb-book\nroot: book/index\nparts:\n"
         "  - {caption: Two, numbered: true, chapters: [{file: chapters/07_seven}]}\n"
         "  - {caption: Five, numbered: true, chapters: [{file: chapters/17_seventeen}]}\n"
-        "  - {caption: Rest, chapters: [{file: book/notation}, {file: book/glossary}, {file: book/bibliography}]}\n"
+        "  - {caption: Rest, chapters: [{file: book/notation}, {file: book/glossary}, {file: book/bibliography}, "
+        "{file: book/evidence}]}\n"
     )
     png = new_output("display_data", data={"image/png": DOT, "text/plain": "<Figure>"})
     figure = {
@@ -115,7 +125,8 @@ def site(tmp_path_factory):
         "print('the answer')", outputs=[new_output("stream", text="the answer\n")]
     )
     write_notebook(root / "chapters/07_seven.ipynb", [seven, plot, exercise, answer, end])
-    write_notebook(root / "chapters/17_seventeen.ipynb", [new_markdown_cell(CHAPTER_17)])
+    reading = new_code_cell(READS_MOE, outputs=[new_output("stream", text="18\n")])
+    write_notebook(root / "chapters/17_seventeen.ipynb", [new_markdown_cell(CHAPTER_17), reading])
     done = build_site(root)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return root
@@ -204,6 +215,50 @@ def test_no_page_loads_from_another_host(site):
 def test_every_checked_reference_is_in_the_bibliography(site):
     entries = re.findall(r"^@\w+{", (ROOT / "book/references.bib").read_text(), re.MULTILINE)
     assert page(site, "book/bibliography").count('role="doc-biblioentry"') == len(entries)
+
+
+def test_every_evidence_file_has_its_section_its_rows_and_a_download(site):
+    html = page(site, "book/evidence")
+    files = sorted((ROOT / "book/evidence").glob("*.json"))
+    assert len(files) > 10
+    for path in files:
+        evidence = json.loads(path.read_text())
+        start = html.index(f'<section id="evidence-{path.stem.replace("_", "-")}">')
+        section = html[start : html.index("</section>", start)]
+        assert evidence["commit"] in section, path.name
+        rows = section[section.index("<tbody>") : section.index("</tbody>")]
+        shown = min(len(evidence["rows"]), SHOWN_ROWS)
+        assert rows.count("<tr") == shown, path.name
+        meanings = section[section.rindex("<tbody>") :]
+        assert meanings.count("<tr") == len(evidence["columns"]), path.name
+        link = re.search(r'href="\.\./(_downloads/\w+/(\w+\.json))"', section)
+        assert link[2] == path.name
+        assert (site / "_build/html" / link[1]).read_bytes() == path.read_bytes()
+
+
+def test_the_evidence_page_knows_which_chapter_reads_a_file(site):
+    overview = page(site, "book/evidence").split("<section id=")[0]
+    rows = {row.split("#evidence-")[1].split('"')[0]: row for row in overview.split("<tr")[2:]}
+    seventeen = 'href="../chapters/17_seventeen.html"'
+    assert {name for name, row in rows.items() if seventeen in row} == {"moe", "head"}
+
+
+def test_evidence_that_cannot_be_read_fails_the_build_with_one_line(site):
+    broken = site / "book/evidence/broken.json"
+    moe = json.loads((ROOT / "book/evidence/moe.json").read_text())
+    nameless = site / "book/evidence/nameless.json"
+    broken.write_text('{"name": ')
+    nameless.write_text(json.dumps({**moe, "name": "nameless", "commit": None}))
+    try:
+        done = build_site(site)
+    finally:
+        broken.unlink()
+        nameless.unlink()
+    assert done.returncode != 0
+    lines = [line for line in (done.stderr + done.stdout).splitlines() if "WARNING" in line]
+    assert len(lines) == 2
+    assert "broken.json: not JSON" in lines[0]
+    assert "evidence nameless: 'commit' must be there, as str" in lines[1]
 
 
 def test_what_does_not_resolve_or_loads_from_elsewhere_fails_the_build(site):
