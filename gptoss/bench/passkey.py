@@ -57,6 +57,7 @@ RECIPES = {
 }
 BEST = "YaRN in global layers, all pairs sharpened"
 SENTENCE = "repeated sentence"
+SPREAD = 2.5  # held-out text over the longest prompt: trials cut it anywhere, and share what they must share
 HELD_OUT = "package:gptoss"  # this package's own source: real, always there, and not among the model's training text
 
 
@@ -89,7 +90,7 @@ def measure(
     other_trials = other_trials or (20 if cuda else 10)
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     net, tokenizer = load_pretrained(model, device, dtype)
-    held_out = read_filler(tokenizer, HELD_OUT, max(lengths))
+    held_out = read_filler(tokenizer, HELD_OUT, round(SPREAD * max(lengths)))
     rows: list[dict[str, Any]] = []
 
     def ask(recipe: str, filler: str, lengths: Sequence[int], n: int, distractors: int = 0) -> None:
