@@ -75,7 +75,7 @@ As `head.json` says.
 """
 
 READS_MOE = """from gptoss.bench.evidence import load_evidence
-decode = "not read"
+unread = "decode"
 print(len(load_evidence("moe")["rows"]))
 """
 
