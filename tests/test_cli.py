@@ -1,6 +1,7 @@
 """The command line: one line and exit code 2 for what a user got wrong, nothing half-written, and the main job."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,14 @@ def test_python_m_gptoss_is_the_same():
     assert done.returncode == 0
     assert "2.00×" in done.stdout
     assert done.stderr == ""
+
+
+def test_an_output_that_is_not_utf8_shows_question_marks():
+    command = [sys.executable, "-m", "gptoss", "kv-cache", "--no-allocate"]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ascii_only)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2.00?" in done.stdout
 
 
 def test_pretrain_then_generate(capsys, trained):
@@ -283,7 +292,7 @@ def test_a_directory_that_cannot_be_written(capsys, config_file, tmp_path):
     assert "is a file" in fails(capsys, "pretrain", "--config", config_file, "--set", place)
 
 
-@pytest.mark.parametrize("device", ["foo", "meta", "cuda:99"])
+@pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", "fpga"])
 @pytest.mark.parametrize("command", [("pretrain", "--config", "tiny"), ("kv-cache",), ("smoke",)])
 def test_a_device_that_is_none(capsys, tmp_path, monkeypatch, command, device):
     monkeypatch.chdir(tmp_path)

@@ -44,6 +44,7 @@ def test_a_bad_value_is_named_in_one_line(override: str, words: str) -> None:
         (b"0", "expected sections"),
         (b"training:\n  lr: 1.0\n  lr: 2.0\n", "'lr' stands there twice"),
         (b"training: {lr: 1.0}\ntraining: {}\n", "'training' stands there twice"),
+        (b"training:\n  validation_batches: 0", "validation_batches = 0: must be positive"),
         (b"training:\n  save_dir: ' '", "save_dir = ' ': must name a directory"),
     ],
 )

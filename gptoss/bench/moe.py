@@ -28,7 +28,7 @@ COLUMNS = {
     "rows": "routed rows R",
     "flops": "floating-point operations of the products, recomputation not counted",
     "bytes": "fewest bytes to move: inputs read once, results written once",
-    "ms": "median time in ms, the contenders of a stage in turns",
+    "ms": "median time in ms, the contenders of a stage in turns, each warmed up",
     "tflops": "TFLOP/s reached",
     "against": "times faster than the stage's baseline, the row of grouped_mm with compiled SiLU·mul",
     "against_dense": "speed as a share of the dense product's",

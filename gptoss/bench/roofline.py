@@ -101,12 +101,17 @@ def median_seconds(run: Callable[[], object], device: torch.device, repeats: int
 
 
 def seconds_in_turns(
-    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5
+    runs: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int = 3,
+    warm_seconds: float = 0.25,
 ) -> dict[str, float | Exception]:
     """Median time of each contender in seconds, or what it failed with.
 
-    They take turns, so that a clock that drifts, or a chip that warms up, meets all of them alike; one time after the
-    other would give a ratio that changes from run to run by more than many a gain.
+    They take turns, and each runs for a while before it is timed: a GPU at its power limit lowers its clock within tens of
+    milliseconds, and one that waited for the host has a better clock afterwards. Without both, the place in the order
+    decides more than many a gain. The queue is never emptied in between, so the host's time counts only where it is the
+    longer.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     failed: dict[str, float | Exception] = {}
@@ -115,7 +120,10 @@ def seconds_in_turns(
             if name in failed:
                 continue
             try:
-                times[name].append(median_seconds(run, device, repeats=10))
+                end = time.perf_counter() + warm_seconds
+                while time.perf_counter() < end:
+                    run()
+                times[name].append(median_seconds(run, device))
             except Exception as problem:
                 failed[name] = problem
     return {name: failed.get(name) or statistics.median(times[name]) for name in runs}

@@ -32,6 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     show_traceback = "--traceback" in arguments
     arguments = [a for a in arguments if a != "--traceback"]
     warnings.showwarning = _show_warning
+    if getattr(sys.stdout, "errors", None) == "strict":  # a terminal that is not UTF-8 shows "?"
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a text stream has it
     try:
         app(arguments)
     except (ValueError, OSError, ImportError, TrainingStopped) as error:

@@ -46,6 +46,11 @@ def device_of(name: str | None) -> "torch.device":
         device = None
     if device is None or device.type == "meta":
         raise ValueError(f"device {place}: expected cpu, cuda or cuda:NUMBER")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # no such number, or a kind that is not here
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {place}: cannot be used here: {reason}") from error
     return device
 
 

@@ -54,12 +54,18 @@ class TrainingConfig:
 
         for name in (
             *("gradient_accumulation_steps", "total_steps", "lr", "save_interval", "log_interval"),
-            *("nan_guard_max_consecutive", "adam_eps", "grad_clip", "loss_chunk_size"),
+            *(
+                "nan_guard_max_consecutive",
+                "adam_eps",
+                "grad_clip",
+                "loss_chunk_size",
+                "validation_batches",
+            ),
         ):
             require(getattr(self, name) > 0, name, "must be positive")
         for name in (
             *("warmup_steps", "weight_decay", "grad_checkpoint_every", "aux_loss_alpha"),
-            *("keep_last", "validation_interval", "validation_batches", "sample_interval"),
+            *("keep_last", "validation_interval", "sample_interval"),
         ):
             require(getattr(self, name) >= 0, name, "must not be negative")
         require(0 <= self.seed < 2**32, "seed", "must lie in 0 to 4294967295")

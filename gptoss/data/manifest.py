@@ -165,7 +165,7 @@ def _parse_manifest(path: Path) -> Manifest:
     for key in REQUIRED_KEYS[1:]:
         if not isinstance(raw[key], int) or isinstance(raw[key], bool):
             raise ValueError(f"{path}: {key} = {raw[key]!r}: expected an integer")
-    if raw["dtype"] not in DTYPES:
+    if raw["dtype"] not in tuple(DTYPES):  # which compares: JSON may hold anything
         raise ValueError(f"{path}: dtype = {raw['dtype']!r}: expected one of {', '.join(DTYPES)}")
     if raw.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
         raise ValueError(

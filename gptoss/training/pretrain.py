@@ -20,7 +20,7 @@ from gptoss.training.interrupt import stop_on_signal
 from gptoss.training.plan import RunPlan
 from gptoss.training.preflight import check_directory, check_run
 from gptoss.training.reporter import Reporter
-from gptoss.training.restore import write_description
+from gptoss.training.restore import changed_settings, write_description
 from gptoss.training.trainer import OnStep, Trainer
 from gptoss.training.validation import (
     Validation,
@@ -168,7 +168,7 @@ def _run(
         trainer = Trainer(run, ready, world, built, validator, reporter, request, on_step)
         stack.callback(trainer.close)
 
-        def move_in() -> None:
+        def move_in() -> list[str]:
             if not held:  # a new directory is made only now that all is well
                 directory.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(hold_directory(directory))
@@ -176,13 +176,17 @@ def _run(
                     raise ValueError(
                         f"{directory}: another trainer has saved here meanwhile: start again to go on from there"
                     )
+            changed = changed_settings(directory, run) if ready.resumes else []
             write_description(directory, run, tokenizer)
+            return changed
 
-        world.from_main(move_in)
+        changed = world.from_main(move_in)
         stack.callback(reporter.close)
         reporter.open(**ready.data.sizes(), counting_loss=validator.unigram_loss)
         if ready.resumes:
             reporter.say(f"[resume] going on from step {first} in {directory}")
+            if changed:
+                reporter.say(f"[resume] otherwise than before: {', '.join(changed)}")
         done = trainer.train(last)
         stopped_by = None
         if trainer.step < last:

@@ -45,9 +45,12 @@ def require_same_rotation(directory: Path, run: RunConfig) -> None:
     if not path.is_file():
         return
     began = read_run_config(path)
-    settings = ["training.rope"]
-    if run.training.rope == "yarn":
-        settings += ["model.yarn_layers", "model.yarn_mscale_pruned"]
+    settings = ["training.rope", "model.rope_theta", "model.yarn_prune_rope_global"]
+    if (
+        run.training.rope == "yarn"
+    ):  # all of YaRN but the length that it is made for, which turns nothing
+        yarn = (name for name in vars(run.model) if name.startswith("yarn_"))
+        settings += [f"model.{name}" for name in yarn if name != "yarn_target_seq_len"]
     for setting in settings:
         section, name = setting.split(".")
         then, now = (getattr(getattr(one, section), name) for one in (began, run))
@@ -56,6 +59,20 @@ def require_same_rotation(directory: Path, run: RunConfig) -> None:
                 f"{path}: this run began with {setting} = {then!r}, and now it is {now!r}: go on with --set "
                 f"{setting}={str(then).lower() if isinstance(then, bool) else then}, or choose another training.save_dir"
             )
+
+
+def changed_settings(directory: Path, run: RunConfig) -> list[str]:
+    """What a run is now asked for otherwise than by its config.json, as "training.lr 0.001 → 0.0005"."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        return []
+    before, now = read_run_config(path).to_dict(), run.to_dict()
+    return [
+        f"{section}.{name} {before[section][name]} → {value}"
+        for section, values in now.items()
+        for name, value in values.items()
+        if before[section][name] != value
+    ]
 
 
 def load_run(

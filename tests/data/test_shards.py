@@ -179,6 +179,7 @@ FAULTS = [
     (lambda d: edit_manifest(d, total_tokens=7), "total_tokens says 7, but the files hold 6"),
     (lambda d: edit_manifest(d, shard_count=3), "shard_count says 3, but the files hold 2"),
     (lambda d: edit_manifest(d, dtype="uint32"), r"shard_00000\.bin: holds 2 tokens"),
+    (lambda d: edit_manifest(d, dtype=["uint16"]), "expected one of uint16, uint32"),
     (lambda d: edit_manifest(d, dtype="int64"), "dtype = 'int64': expected one of uint16, uint32"),
     (lambda d: edit_manifest(d, vocab_size=70_000), "70000 does not fit into uint16"),
     (lambda d: edit_manifest(d, vocab_size="x"), "vocab_size = 'x': expected an integer"),

@@ -63,3 +63,32 @@ def test_a_run_without_its_description_goes_on(small_run, tmp_path) -> None:
     pretrain(small_run(total_steps=4), progress=False, max_steps=2)
     (tmp_path / "run" / "config.json").unlink()
     assert pretrain(small_run(total_steps=4), progress=False).first_step == 2
+
+
+@pytest.mark.parametrize(
+    ("rope", "name", "value"),
+    [
+        ("plain", "rope_theta", 500.0),
+        ("plain", "yarn_prune_rope_global", False),
+        ("yarn", "yarn_scale_factor", 4.0),
+    ],
+)
+def test_a_run_keeps_its_rotary_numbers(small_run, rope, name, value) -> None:
+    pretrain(small_run(rope=rope, total_steps=4), progress=False, max_steps=2)
+    with pytest.raises(ValueError, match=f"began with model.{name} = .*--set model.{name}="):
+        pretrain(small_run(rope=rope, total_steps=4, model={name: value}), progress=False)
+
+
+def test_yarn_numbers_may_change_under_a_plain_run(small_run) -> None:
+    pretrain(small_run(total_steps=4), progress=False, max_steps=2)
+    changed = small_run(total_steps=4, model={"yarn_scale_factor": 4.0})
+    assert pretrain(changed, progress=False).first_step == 2
+
+
+def test_a_resume_names_the_settings_that_are_other_than_before(small_run, capsys) -> None:
+    pretrain(small_run(total_steps=6), max_steps=2)
+    pretrain(small_run(total_steps=6), max_steps=2)
+    assert "otherwise than before" not in capsys.readouterr().out
+    pretrain(small_run(total_steps=6, lr=2e-2, model={"window_size": 4}), max_steps=2)
+    line = next(x for x in capsys.readouterr().out.splitlines() if "otherwise than before" in x)
+    assert line.endswith("before: model.window_size 8 → 4, training.lr 0.01 → 0.02")
