@@ -101,17 +101,12 @@ def median_seconds(run: Callable[[], object], device: torch.device, repeats: int
 
 
 def seconds_in_turns(
-    runs: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    rounds: int = 3,
-    warm_seconds: float = 0.25,
+    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 3
 ) -> dict[str, float | Exception]:
     """Median time of each contender in seconds, or what it failed with.
 
-    They take turns, and each runs for a while before it is timed: a GPU at its power limit lowers its clock within tens of
-    milliseconds, and one that waited for the host has a better clock afterwards. Without both, the place in the order
-    decides more than many a gain. The queue is never emptied in between, so the host's time counts only where it is the
-    longer.
+    They take turns, so that a clock that drifts meets all of them. On a GPU a turn is Triton's `do_bench`: 25 ms of warm-up,
+    100 ms of calls, the L2 cache emptied before each.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     failed: dict[str, float | Exception] = {}
@@ -120,13 +115,18 @@ def seconds_in_turns(
             if name in failed:
                 continue
             try:
-                end = time.perf_counter() + warm_seconds
-                while time.perf_counter() < end:
-                    run()
-                times[name].append(median_seconds(run, device))
+                times[name].append(_turn(run, device))
             except Exception as problem:
                 failed[name] = problem
     return {name: failed.get(name) or statistics.median(times[name]) for name in runs}
+
+
+def _turn(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        return median_seconds(run, device)
+    from triton.testing import do_bench
+
+    return float(do_bench(run, warmup=25, rep=100, return_mode="median")) / 1e3
 
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
