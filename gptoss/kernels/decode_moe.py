@@ -155,7 +155,7 @@ def _decode_route(
     weight_sum_min: float,
     overlap: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from gptoss.kernels.decode_experts import launch_route
+    from gptoss.kernels.decode_router import launch_route
 
     x, router = x.contiguous(), router.contiguous()
     return launch_route(x, norm_weight, router, k, eps, weight_sum_min, overlap)
