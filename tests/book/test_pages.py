@@ -103,7 +103,7 @@ def site(tmp_path_factory):
     shutil.copytree(ROOT / "book", root / "book", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "_config.yml", root)
     for name in ("runbook", "api"):  # they refer to chapters that this site does not have
-        (root / f"book/{name}.md").write_text(f"# The {name}\n")
+        (root / f"book/{name}.md").write_text(f"({name})=\n# The {name}\n")
     (root / "_toc.yml").write_text(
         "format: jb-book\nroot: book/index\nparts:\n"
         "  - {caption: Two, numbered: true, chapters: [{file: chapters/07_seven}]}\n"
