@@ -1,6 +1,6 @@
 """The attention operator, measured: full and windowed, forward and backward, against flex_attention and SDPA.
 
-`gptoss bench attention`. Chapters 4, 6 and 7 read its table. The sweep over tiles is in `attention_sweep.py`.
+`gptoss bench attention`. The sweep over tiles is in `attention_sweep.py`.
 
 Shapes: B batch, T tokens, H query heads, K kv heads, D head_dim, W window.
 """

@@ -1,6 +1,6 @@
 """Decoding at batch 1 and prefill, measured: the decoder's graph, eager generation, and transformers' GptOss beside them.
 
-`gptoss bench decode`. Chapter 15 reads its table. The kernels one by one are in `decode_kernels.py`.
+`gptoss bench decode`. The kernels one by one are in `decode_kernels.py`.
 """
 
 import dataclasses

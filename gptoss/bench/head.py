@@ -1,6 +1,6 @@
 """The vocabulary head with its cross-entropy, measured: chunked in place, chunked through autograd, and whole.
 
-`gptoss bench head`. Chapter 12 reads its table. `python -m gptoss.bench.head --sweep --out FOLDER` tries the kernel's blocks.
+`gptoss bench head`. `python -m gptoss.bench.head --sweep --out FOLDER` tries the kernel's blocks.
 
 Shapes: N tokens, C model width, V vocabulary.
 """

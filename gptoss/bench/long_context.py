@@ -2,7 +2,7 @@
 
 `gptoss experiment`, on one GPU. Every arm is one training run of the same budget: plain RoPE or the source documents'
 YaRN in training, pruning on or off, sinks on or off. Each trained model is read with plain RoPE, with YaRN in all
-layers and with YaRN in the global ones. Chapters 8 and 16 read the table.
+layers and with YaRN in the global ones.
 
 An arm takes minutes, so each writes a file when it is done, and the same command goes on where it was stopped. Arms may
 be made by several processes in one folder, and on several machines: the table says what the files say. What cannot be

@@ -1,6 +1,6 @@
 """Peak memory of a training step, predicted beforehand and measured on the GPU.
 
-`gptoss bench memory`. Chapter 11 reads its table.
+`gptoss bench memory`.
 """
 
 import dataclasses

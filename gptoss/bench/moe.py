@@ -1,6 +1,6 @@
 """The expert kernels, measured: five versions of the gated half, and the whole routed layer, forward and backward.
 
-`gptoss bench moe`. Chapters 3, 9 and 10 read its table. The sweep over block sizes is in `moe_sweep.py`.
+`gptoss bench moe`. The sweep over block sizes is in `moe_sweep.py`.
 
 Shapes: N tokens, k experts a token, R = N·k routed rows, C model width, F ffn width, E experts.
 """

@@ -1,6 +1,6 @@
 """One process against several: the same training steps alone, with DDP and with FSDP2, each as a user launches it.
 
-`gptoss parallel`, on a machine with several GPUs; two CPU processes elsewhere. Chapter 17 reads its table. Micro-batches
+`gptoss parallel`, on a machine with several GPUs; two CPU processes elsewhere. Micro-batches
 hold the same sequences in all three, so the losses must agree too: only the order of sums differs.
 
 A launch ends with a checkpoint, 6 GB for the production model. It lies in the temporary folder (TMPDIR names another)

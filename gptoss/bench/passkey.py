@@ -1,6 +1,6 @@
 """Passkey retrieval, measured: how far a model trained at 4,096 tokens reads, by recipe, length and depth.
 
-`gptoss bench passkey`. Chapters 8 and 16 read its table.
+`gptoss bench passkey`.
 
 The shipped model was trained with plain RoPE. A recipe says how it is read beyond: with plain RoPE; with YaRN in every
 layer, as the source documents do; in the global layers only, since a window holds no new distance; and so with every

@@ -1,6 +1,6 @@
 """How a training step grows on a CPU: compiled or eager, with the tokens of a sequence, with the experts.
 
-`gptoss bench scaling`. Chapter 17 reads its table. The model is `tiny`, the step the trainer's own, the device the CPU
+`gptoss bench scaling`. The model is `tiny`, the step the trainer's own, the device the CPU
 on every machine. Beside each time stands the time that the step's FLOPs would take at the rate of a large matrix product.
 
 Shapes: B batch, T tokens of a sequence, E routed experts, k experts of a token.

@@ -1,6 +1,6 @@
 """The training step, measured: tokens a second, MFU and peak memory, beside transformers' GptOss of the same sizes.
 
-`gptoss bench step`. Chapters 14 and 17 read its table.
+`gptoss bench step`.
 """
 
 import dataclasses

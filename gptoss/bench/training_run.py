@@ -1,6 +1,6 @@
 """A finished run's curve as evidence: loss, validation, speed and samples, out of its metrics.jsonl.
 
-`gptoss record RUN_DIRECTORY NAME`. Chapters 16 and 17 read such files. Nothing is measured here: the run wrote its own
+`gptoss record RUN_DIRECTORY NAME`. Nothing is measured here: the run wrote its own
 numbers, with its machine, its software and its commit.
 """
 
