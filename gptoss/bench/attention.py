@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from gptoss.bench.evidence import make_evidence
-from gptoss.bench.roofline import capture, median_seconds
+from gptoss.bench.timing import capture, median_seconds
 from gptoss.kernels.attention import triton_attention
 from gptoss.model.attention.blocked import blocked_attention
 from gptoss.model.attention.flex import band_block_mask

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gptoss.bench.decode_baselines import time_transformers
 from gptoss.bench.evidence import make_evidence
-from gptoss.bench.roofline import median_seconds
+from gptoss.bench.timing import median_seconds
 from gptoss.config import ModelConfig, load_config
 from gptoss.inference.decoder import Decoder
 from gptoss.inference.generate import GenerationResult, generate_with_result

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gptoss.bench.evidence import format_table, make_evidence
-from gptoss.bench.roofline import median_seconds
+from gptoss.bench.timing import median_seconds
 from gptoss.model.head import linear_cross_entropy
 
 COLUMNS = {

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from gptoss.bench.moe_inputs import Inputs, Shape, make_inputs
-from gptoss.bench.roofline import median_seconds
+from gptoss.bench.timing import median_seconds
 from gptoss.kernels.expert_tiles import tile_table
-from gptoss.kernels.grouped_rows import grouped_rows, swiglu_derivative_kept
+from gptoss.kernels.grouped_rows import grouped_rows
 from gptoss.kernels.grouped_weights import Product, grouped_weight_gradients
 from gptoss.kernels.swiglu_persistent import swiglu_derivative_recomputed, swiglu_persistent
 from gptoss.kernels.swiglu_tuned import swiglu_tuned
@@ -74,25 +74,13 @@ CANDIDATES: dict[str, list[Tiles]] = {
         Tiles(128, 64, 64, 4, 3, pieces=2, per_sm=2),
         Tiles(256, 64, 64, 8, 3, pieces=2),
     ],
-    "derivative": [
-        Tiles(128, 128, 64, 8, 3, pieces=4),
-        Tiles(128, 128, 64, 8, 3, pieces=4, flatten=False),
-        Tiles(128, 128, 64, 8, 3, pieces=4, registers=128, per_sm=2),
-        Tiles(128, 128, 64, 8, 3, pieces=4, registers=128, per_sm=2, flatten=False),
-        Tiles(128, 128, 64, 4, 3, pieces=4, per_sm=2),
-        Tiles(128, 256, 64, 8, 3, pieces=4),
-        Tiles(64, 128, 64, 4, 3, pieces=2, per_sm=2),
-        Tiles(64, 128, 64, 4, 2, pieces=4, per_sm=3, registers=168),
-        Tiles(128, 128, 64, 8, 3, pieces=2),
-        Tiles(128, 128, 64, 4, 3, pieces=4, per_sm=2, flatten=False),
-        Tiles(128, 64, 64, 4, 3, pieces=2, per_sm=2),
-    ],
     "down": ROWS,
+    "down backward": ROWS,
     "input": ROWS,
     "weights": WEIGHTS,
     "weights all": WEIGHTS,
 }
-FLOPS_IN_RCF = dict.fromkeys(CANDIDATES, 4) | {"derivative": 2, "down": 2, "weights all": 6}
+FLOPS_IN_RCF = dict.fromkeys(CANDIDATES, 4) | {"down": 2, "down backward": 2, "weights all": 6}
 TRIAL_SECONDS = 110  # for a worker's whole share
 
 
@@ -127,8 +115,8 @@ def runner(
         "swiglu_backward": lambda: swiglu_derivative_recomputed(
             narrow, rows, table(), w1, w3, tiles, row_weights=weights
         ),
-        "derivative": lambda: swiglu_derivative_kept(rows, table(), w2, wide, weights, tiles),
         "down": lambda: grouped_rows(narrow, table(), (w2,), tiles, transposed=True),
+        "down backward": lambda: grouped_rows(rows, table(), (w2,), tiles, transposed=False),
         "input": lambda: grouped_rows(wide, table(), (w1, w3), tiles, transposed=False),
         "weights": lambda: weight_gradients(False),
         "weights all": lambda: weight_gradients(True),
@@ -231,7 +219,6 @@ def sweep(
 def _line(row: dict[str, Any]) -> str:
     sizes = f"{row['m']}x{row['n']}x{row['k']} w{row['warps']} s{row['stages']} g{row['group']}"
     sizes += f" p{row['pieces']} x{row['per_sm']}{'' if row['flatten'] else ' unflattened'}"
-    sizes += f" r{row['registers']}" if row["registers"] else ""
     if "error" in row:
         return f"{row['kernel']:16}{sizes:42} {row['error']}"
     return f"{row['kernel']:16}{sizes:42} {row['ms']:7.3f} ms {row['tflops']:6.0f} TFLOP/s  {row['difference']:.0e}"

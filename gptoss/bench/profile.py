@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptoss.bench.roofline import median_seconds
+from gptoss.bench.timing import median_seconds
 from gptoss.config import ModelConfig
 from gptoss.inference.generate import generate_with_result
 from gptoss.kernels.versions import HAS_TRITON

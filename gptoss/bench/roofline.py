@@ -3,14 +3,12 @@
 `gptoss bench roofline`. Chapter 2 draws the roofline from its table.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from gptoss.bench.evidence import make_evidence
+from gptoss.bench.timing import median_seconds
 
 COLUMNS = {
     "what": "what was run",
@@ -75,69 +73,3 @@ def _row(what: str, dtype: torch.dtype, flops: int, size: int, seconds: float) -
         "tflops": round(flops / seconds / 1e12, 3),
         "tb_per_s": round(size / seconds / 1e12, 4),
     }
-
-
-def median_seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
-    """Median time of one call in seconds, after a warm-up, by events on a GPU and by the clock on a CPU."""
-    for _ in range(3):
-        run()
-    if device.type != "cuda":
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(repeats)
-    ]
-    for start_event, end_event in events:
-        start_event.record()
-        run()
-        end_event.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
-
-
-def seconds_in_turns(
-    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 3
-) -> dict[str, float | Exception]:
-    """Median time of each contender in seconds, or what it failed with.
-
-    They take turns, so that a clock that drifts meets all of them. On a GPU a turn is Triton's `do_bench`: 25 ms of warm-up,
-    100 ms of calls, the L2 cache emptied before each.
-    """
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    failed: dict[str, float | Exception] = {}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            if name in failed:
-                continue
-            try:
-                times[name].append(_turn(run, device))
-            except Exception as problem:
-                failed[name] = problem
-    return {name: failed.get(name) or statistics.median(times[name]) for name in runs}
-
-
-def _turn(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        return median_seconds(run, device)
-    from triton.testing import do_bench
-
-    return float(do_bench(run, warmup=25, rep=100, return_mode="median")) / 1e3
-
-
-def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Record a call's GPU work as a CUDA graph, after two runs that compile what there is to compile."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph

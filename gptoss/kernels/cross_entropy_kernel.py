@@ -1,7 +1,8 @@
 """The cross-entropy kernel: one program reads one row of logits, then writes the row's gradient over it.
 
 The first walk keeps a running maximum m and sum t in base 2, as the attention kernels do; the second walk goes backwards,
-so that it meets what the cache still holds. Floor: one read and one write of the logits, 2·V·itemsize bytes a row.
+so that it meets what the cache still holds; what it has used may leave the cache first. Floor: one read and one write of the
+logits, 2·V·itemsize bytes a row.
 
 Shapes: n rows, V vocabulary.
 """
@@ -34,7 +35,10 @@ def cross_entropy_kernel(
     blocks = tl.cdiv(V, BLOCK)
     for block in range(0, blocks):
         columns = block * BLOCK + tl.arange(0, BLOCK)
-        z = tl.load(logits + columns, mask=columns < V, other=float("-inf")).to(tl.float32) * LOG2_E
+        z = tl.load(
+            logits + columns, mask=columns < V, other=float("-inf"), eviction_policy="evict_last"
+        )
+        z = z.to(tl.float32) * LOG2_E
         new_m = tl.maximum(m, tl.max(z, 0))
         total = total * tl.exp2(m - new_m) + tl.sum(tl.exp2(z - new_m), 0)
         m = new_m
@@ -45,10 +49,16 @@ def cross_entropy_kernel(
         factor = tl.load(scale)
         for step in range(0, blocks):
             columns = (blocks - 1 - step) * BLOCK + tl.arange(0, BLOCK)
-            z = tl.load(logits + columns, mask=columns < V, other=0.0).to(tl.float32) * LOG2_E
+            z = tl.load(
+                logits + columns, mask=columns < V, other=0.0, eviction_policy="evict_first"
+            )
+            z = z.to(tl.float32) * LOG2_E
             gradient = (tl.exp2(z - log_sum) - tl.where(columns == target, 1.0, 0.0)) * factor
             gradient = tl.where(ignored, 0.0, gradient)
-            tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < V)
+            tl.store(
+                logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < V,
+                eviction_policy="evict_first",
+            )  # fmt: skip
 
 
 def launch_cross_entropy(
@@ -57,8 +67,8 @@ def launch_cross_entropy(
     scale: Tensor,
     ignore_index: int,
     write_gradient: bool,
-    block: int = 16384,
-    warps: int = 16,
+    block: int = 8192,
+    warps: int = 8,
 ) -> Tensor:
     """(n,) losses in float32; `logits` (n, V), rows contiguous, are overwritten when the gradient is wanted."""
     n, V = logits.shape

@@ -7,11 +7,11 @@ projection nor the sum over the k experts needs it):
 
 Backward, given g = dL/dout:
 
-    gs = g[token]        [da | du], h, dw from gs W2 and gate, up, in one kernel's epilogue
+    gs = g[token]        dh = gs W2        [da | du], h, dw from dh and gate, up, in one pass
     dW2 = gsᵀ h          [dW1; dW3] = [da | du]ᵀ xs             dx[n] = Σ_j ([da | du] · [W1; W3])[row of (n, j)]
 
-Kept for the backward pass: x, the plan, and gate and up (4·R·F bytes in 16-bit). xs, h and y are made again or not needed.
-With ``recompute`` gate and up are not kept either: 4·R·C·F more FLOPs, a sixth of the layer's.
+Kept for the backward pass: x, xs, the plan, and gate and up (in 16-bit, xs is 2·R·C bytes, gate and up 4·R·F). h is made again
+on the way, y is not needed. With ``recompute`` neither xs nor gate and up are kept: 4·R·C·F more FLOPs, a sixth of the layer's.
 
 Shapes: N tokens, k experts a token, R = N·k routed rows, C model width, F ffn width, E experts.
 """
@@ -47,7 +47,7 @@ def grouped_experts(
         inverse: (R,) integer, sorted row of each slot.
         counts: (E,) integer, rows per expert.
         w1, w3: (E, F, C); w2: (E, C, F), dtype of x (under autocast all are cast to its dtype).
-        recompute: keep neither gate nor up for the backward pass.
+        recompute: keep neither the gathered rows nor gate and up for the backward pass.
 
     Returns:
         (N, C) in the dtype of x. The same inputs give the same bits: nothing is added atomically.
@@ -69,8 +69,8 @@ def grouped_experts(
 def _experts(
     x: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, counts: Tensor,
     w1: Tensor, w3: Tensor, w2: Tensor, recompute: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (out, gate and up or nothing, row weights); the last two are for the backward pass."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (out, gathered rows and gate and up, both empty if not kept, row weights); all but out are for the backward pass."""
     from gptoss.kernels.expert_tiles import tile_table
     from gptoss.kernels.grouped_rows import grouped_rows
     from gptoss.kernels.rows import gather_rows, sum_rows
@@ -88,29 +88,32 @@ def _experts(
         table = tile_table(counts, rows.shape[0], tiles["down"].m)
     y = grouped_rows(hidden, table, (w2,), tiles["down"], transposed=True)
     out = sum_rows(y, inverse, k)[:, :width].contiguous()
-    return out, x.new_empty(0) if gate_up is None else gate_up, row_weights
+    if gate_up is None:
+        return out, x.new_empty(0), x.new_empty(0), row_weights
+    return out, rows, gate_up, row_weights
 
 
 @_experts.register_fake
 def _(
     x: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, counts: Tensor,
     w1: Tensor, w3: Tensor, w2: Tensor, recompute: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n_rows, multiple = order.shape[0], 16 // x.element_size()
-    ffn = -(-w1.shape[1] // multiple) * multiple
-    gate_up = x.new_empty(0) if recompute else x.new_empty(n_rows, 2 * ffn)
-    return x.new_empty(x.shape), gate_up, x.new_empty(n_rows, dtype=torch.float32)
+    width, ffn = (-(-size // multiple) * multiple for size in (x.shape[1], w1.shape[1]))
+    rows, gate_up = (x.new_empty(0 if recompute else (n_rows, n)) for n in (width, 2 * ffn))
+    return x.new_empty(x.shape), rows, gate_up, x.new_empty(n_rows, dtype=torch.float32)
 
 
 @torch.library.custom_op("gptoss::grouped_experts_backward", mutates_args=())
 def _experts_backward(
     grad: Tensor, x: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, counts: Tensor,
-    w1: Tensor, w3: Tensor, w2: Tensor, gate_up: Tensor, row_weights: Tensor,
+    w1: Tensor, w3: Tensor, w2: Tensor, rows: Tensor, gate_up: Tensor, row_weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from gptoss.kernels.expert_tiles import tile_table
-    from gptoss.kernels.grouped_rows import grouped_rows, swiglu_derivative_kept
+    from gptoss.kernels.grouped_rows import grouped_rows
     from gptoss.kernels.grouped_weights import Product, grouped_weight_gradients
     from gptoss.kernels.rows import gather_rows, sum_parts, sum_rows
+    from gptoss.kernels.swiglu_derivative import swiglu_derivative
     from gptoss.kernels.swiglu_persistent import swiglu_derivative_recomputed
 
     tiles, k = choose(x).tiles, weights.shape[1]
@@ -120,27 +123,26 @@ def _experts_backward(
         return x.new_empty(x.shape), weights.new_empty(weights.shape), dw1, dw3, dw2
     x, w1, w3, w2 = _padded(x, w1, w3, w2)
     (grad,) = _padded(grad)
-    rows, _ = gather_rows(x, order, k)
     d_y, _ = gather_rows(grad, order, k)
-    n_rows = rows.shape[0]
+    n_rows = d_y.shape[0]
+    table = tile_table(counts, n_rows, tiles["down"].m)
+    d_hidden = grouped_rows(d_y, table, (w2,), tiles["down"], transposed=False)
     hidden: Tensor | None
-    parts: Tensor | None
     if gate_up.numel():
-        table = tile_table(counts, n_rows, tiles["derivative"].m)
-        d_gate_up, hidden, parts = swiglu_derivative_kept(
-            d_y, table, w2, gate_up, row_weights, tiles["derivative"]
-        )
+        d_gate_up, d_weights = swiglu_derivative(d_hidden, gate_up, row_weights, order, weights)
+        hidden = d_hidden
     else:
-        table = tile_table(counts, n_rows, tiles["down"].m)
-        d_hidden = grouped_rows(d_y, table, (w2,), tiles["down"], transposed=False)
-        table = tile_table(counts, n_rows, tiles["swiglu_backward"].m)
+        rows, _ = gather_rows(x, order, k)
+        if tiles["swiglu_backward"].m != table.tile_rows:
+            table = tile_table(counts, n_rows, tiles["swiglu_backward"].m)
         d_gate_up, hidden, parts = swiglu_derivative_recomputed(
             d_hidden, rows, table, w1, w3, tiles["swiglu_backward"], row_weights=row_weights
         )
-    assert hidden is not None
-    assert parts is not None
-    d_weights = sum_parts(parts, order, weights)
-    del parts
+        assert hidden is not None
+        assert parts is not None
+        d_weights = sum_parts(parts, order, weights)
+        del parts
+    del d_hidden
     dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
     dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
     products = (Product(d_gate_up, rows, (dw1, dw3)), Product(d_y, hidden, (dw2,)))
@@ -161,19 +163,19 @@ def _experts_backward(
 @_experts_backward.register_fake
 def _(
     grad: Tensor, x: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, counts: Tensor,
-    w1: Tensor, w3: Tensor, w2: Tensor, gate_up: Tensor, row_weights: Tensor,
+    w1: Tensor, w3: Tensor, w2: Tensor, rows: Tensor, gate_up: Tensor, row_weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return tuple(t.new_empty(t.shape) for t in (x, weights, w1, w3, w2))  # type: ignore[return-value]  # five of them
 
 
 def _context(ctx, inputs, output):
     *tensors, _recompute = inputs
-    # Else autograd fills a gradient of zeros for gate and up: 4·R·F bytes.
+    # Else autograd fills gradients of zeros for the rows and for gate and up: 2·R·C + 4·R·F bytes.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
 
 
-def _gradient(ctx, grad, _grad_gate_up, _grad_row_weights):
+def _gradient(ctx, grad, *_):
     dx, dweights, dw1, dw3, dw2 = _experts_backward(grad, *ctx.saved_tensors)
     return dx, dweights, None, None, None, dw1, dw3, dw2, None
 

@@ -40,10 +40,10 @@ def _order(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     n_slots = flat.numel()
     order = torch.empty(n_slots, dtype=torch.int32, device=flat.device)
     inverse = torch.empty_like(order)
-    counts = torch.zeros(n_experts, dtype=torch.int32, device=flat.device)
+    counts = torch.empty(n_experts, dtype=torch.int32, device=flat.device)
     blocks = triton.cdiv(n_slots, BLOCK)
     if blocks == 0:
-        return order, inverse, counts
+        return order, inverse, counts.zero_()
     padded = triton.next_power_of_2(n_experts)
     histogram = torch.empty(blocks, padded, dtype=torch.int32, device=flat.device)
     _histogram_kernel[(blocks,)](flat, histogram, n_slots, E=padded, BLOCK=BLOCK)

@@ -56,7 +56,7 @@ def grouped_weight_gradients(products: tuple[Product, ...], table: TileTable, ti
         table.start, table.heavy_first, products[0].a.shape[0], n_experts, counts[0], sum(counts),
         PAIRS=len(products[0].outs), BOTH=both,
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k,
-        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 

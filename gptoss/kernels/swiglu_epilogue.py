@@ -72,21 +72,26 @@ def store_hidden(gate, up, weight, rows, columns, mask, hidden, ffn):
 
 
 @triton.jit
+def derivative(gate, up, grad, weight):
+    """da, du, and h before its weight; ``weight`` is a column, all float32."""
+    sigma = sigmoid(gate)
+    silu = gate * sigma
+    scaled = grad * weight
+    return scaled * up * (sigma + silu * (1 - sigma)), scaled * silu, silu * up
+
+
+@triton.jit
 def store_derivative(
     gate, up, grad, weight, rows, in_run, columns, mask, part, hidden, d_gate_up, parts, n_rows, ffn
 ):
     """Write [da | du]; where there are routing weights also h and this tile's part of dw, row ``part`` of (parts, R)."""
     grad = grad.to(tl.float32)
-    sigma = sigmoid(gate)
-    silu = gate * sigma
-    scaled = grad * weight[:, None]
+    d_gate, d_up, product = derivative(gate, up, grad, weight[:, None])
     at = d_gate_up + rows.to(tl.int64)[:, None] * (2 * ffn) + columns[None, :]
     kind = d_gate_up.dtype.element_ty
-    d_gate = scaled * up * (sigma + silu * (1 - sigma))
     tl.store(at, d_gate.to(kind), mask=mask)
-    tl.store(at + ffn, (scaled * silu).to(kind), mask=mask)
+    tl.store(at + ffn, d_up.to(kind), mask=mask)
     if parts is not None:
-        product = silu * up
         at = hidden + rows.to(tl.int64)[:, None] * ffn + columns[None, :]
         tl.store(at, (product * weight[:, None]).to(kind), mask=mask)
         d_weight = tl.sum(grad * product, 1)  # (M,); columns past F add zeros

@@ -115,7 +115,7 @@ def _launch(x, table, w1, w3, tiles, mode, row_weights, hidden, gate_up, d_desc,
         table.expert, table.row, table.end, table.used, n_rows, width, ffn,
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
         MODE=mode, SWAPPED=swapped, PIECES=tiles.pieces, FLATTEN=tiles.flatten,
-        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 

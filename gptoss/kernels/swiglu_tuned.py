@@ -52,7 +52,7 @@ def swiglu_tuned(
         *x_sorted.stride(), *w1.stride(), out.stride(0),
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
         WHOLE_K=width % tiles.k == 0,
-        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 

@@ -32,7 +32,7 @@ class Tiles:
 
     ``group`` row tiles are walked together; ``warps`` and ``stages`` are Triton's num_warps and num_stages; persistent kernels
     start ``per_sm`` programs on each multiprocessor; ``flatten`` lets a program fetch its next tile during an epilogue;
-    ``pieces`` (1, 2 or 4) says in how many column pieces a result is stored; ``registers`` caps those of a thread.
+    ``pieces`` (1, 2 or 4) says in how many column pieces a result is stored.
     """
 
     m: int
@@ -44,15 +44,11 @@ class Tiles:
     per_sm: int = 1
     flatten: bool = True
     pieces: int = 1
-    registers: int | None = None
 
 
 # Kernel names: "tuned" (version 3), "swiglu" (version 4, forward), "swiglu_backward" (derivative by recomputation),
-# "derivative" (derivative from kept gate and up), "down" (down projection), "input" (input gradient), "weights" (their gradients).
-KERNELS = (
-    *("tuned", "swiglu", "swiglu_backward", "derivative"),
-    *("down", "input", "weights"),
-)
+# "down" (the product with W2, forward and backward), "input" (input gradient), "weights" (their gradients).
+KERNELS = ("tuned", "swiglu", "swiglu_backward", "down", "input", "weights")
 INTERPRETER = {name: Tiles(16, 128, 32, 4, 2, group=2, pieces=2) for name in KERNELS} | {
     "weights": Tiles(128, 128, 16, 4, 2)
 }
@@ -60,7 +56,6 @@ HOPPER_16_BIT = {
     "tuned": Tiles(128, 128, 64, 8, 3),
     "swiglu": Tiles(128, 128, 64, 8, 4, pieces=4),
     "swiglu_backward": Tiles(128, 64, 64, 4, 3, pieces=2, per_sm=2),
-    "derivative": Tiles(128, 128, 64, 4, 3, pieces=4, per_sm=2),
     "down": Tiles(128, 256, 64, 8, 3, pieces=2),
     "input": Tiles(128, 256, 64, 8, 3, pieces=2),
     "weights": Tiles(128, 256, 64, 8, 3),
@@ -69,7 +64,6 @@ AMPERE_16_BIT = {
     "tuned": Tiles(128, 64, 64, 8, 3),
     "swiglu": Tiles(128, 64, 32, 8, 3, flatten=False),
     "swiglu_backward": Tiles(128, 64, 32, 8, 3, flatten=False, pieces=2),
-    "derivative": Tiles(128, 64, 32, 8, 3, flatten=False, pieces=2),
     "down": Tiles(128, 128, 32, 8, 3, flatten=False),
     "input": Tiles(128, 128, 32, 8, 3, flatten=False),
     "weights": Tiles(128, 128, 32, 8, 3),

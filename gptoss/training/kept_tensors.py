@@ -166,10 +166,10 @@ def experts_kept(cfg: ModelConfig, setting: Setting) -> list[Kept]:
     matrix = experts * ffn * cfg.d_model
     if (
         setting.dispatch == "triton_grouped"
-    ):  # one operator: rows, hidden and answers are made again
-        # Should the operator keep the gathered rows beside gate and up, one line more says so here, and its backward pass
-        # (`memory_experts`) then makes none: Kept("experts", "sorted rows", rows · C in whole 16 bytes · a).
+    ):  # one operator: hidden rows are made again, answers are not needed
+        width = whole_16_bytes(cfg.d_model, a)
         kept = [
+            Kept("experts", "sorted rows", rows * width * a),
             Kept("experts", "gate and up", 2 * rows * whole_16_bytes(ffn, a) * a),
             Kept("experts", "order and its inverse", 2 * rows * 4),
             Kept("experts", "routing weights, sorted", rows * WIDE),

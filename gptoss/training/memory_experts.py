@@ -9,24 +9,14 @@ multiples of 16 bytes.
 """
 
 from gptoss.config import ModelConfig
-from gptoss.training.kept_tensors import WIDE, Setting, experts_kept, whole_16_bytes
-
-# Columns of a hidden row whose share in the routing weight's gradient is one partial sum: n / pieces of the kernel
-# "derivative" in `gptoss/kernels/tuning.py`, the same on every GPU.
-PARTIAL_COLUMNS = 32
-ROWS = "sorted rows"  # as `experts_kept` calls them
+from gptoss.training.kept_tensors import WIDE, Setting, whole_16_bytes
 
 
-def experts_backward(
-    cfg: ModelConfig, setting: Setting, partial_columns: int = PARTIAL_COLUMNS
-) -> dict[str, dict[str, int]]:
+def experts_backward(cfg: ModelConfig, setting: Setting) -> dict[str, dict[str, int]]:
     """The tensors of each moment, in bytes, beside what the forward pass keeps and the gradient that comes in.
-
-    Rows that the forward pass keeps are not gathered again: where `experts_kept` lists them, they are missing here.
 
     Args:
         cfg, setting: as everywhere; the dispatch is taken to be "triton_grouped".
-        partial_columns: columns a partial sum.
 
     Returns:
         By moment, in order, the bytes of each tensor by what it is.
@@ -38,7 +28,6 @@ def experts_backward(
     c, f = whole_16_bytes(cfg.d_model, a), whole_16_bytes(cfg.ffn_dim, a)
     pads = (c, f) != (cfg.d_model, cfg.ffn_dim)
     weights = 3 * cfg.n_routed_experts * f * c * a
-    kept = {tensor.what for tensor in experts_kept(cfg, setting)}
 
     copies, cut = {}, {}
     if pads:
@@ -54,20 +43,17 @@ def experts_backward(
     }
     weight_operands = {
         "gradients of the answers": rows * c * a,
-        "hidden rows": rows * f * a,
+        "hidden rows": rows * f * a,  # in the place of their gradient
     }
-    if ROWS not in kept:
-        weight_operands[ROWS] = rows * c * a
-    partial = {"partial sums": rows * -(-f // partial_columns) * WIDE}
     weight_gradients = {"gradients of W1, W3 and W2": weights}
     results = {
         "gradients of the rows": rows * c * a,
         "gradient of x": n * cfg.d_model * a,
     }
     return {
-        "derivative of the SwiGLU": copies | weight_operands | hidden_gradients | partial,
+        "derivative of the SwiGLU": copies | weight_operands | hidden_gradients,
         "weight gradients": copies | weight_operands | hidden_gradients | weight_gradients,
-        # Rows, hidden rows and the gradients of the answers are gone. What was padded is cut to its size.
+        # Hidden rows and the gradients of the answers are gone. What was padded is cut to its size.
         "input gradient": copies | hidden_gradients | weight_gradients | results | cut,
     }
 

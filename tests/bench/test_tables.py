@@ -3,7 +3,7 @@
 import torch
 
 from gptoss.bench import agreement, kv_cache, memory, passkey
-from gptoss.bench.roofline import seconds_in_turns
+from gptoss.bench.timing import seconds_in_turns
 
 
 def test_passkey_has_a_row_for_each_recipe_and_length() -> None:
@@ -31,7 +31,8 @@ def test_fast_and_oracle_losses_stay_within_the_band() -> None:
     rows = table["rows"]
     assert [row["steps"] for row in rows] == [20, 40]
     assert all(abs(row["difference"]) < 0.003 for row in rows)  # seen: 0.00015
-    assert rows[1]["oracle"] < rows[0]["oracle"] - 0.08  # it learns: 0.108
+    # It learns: 0.07 to 0.16 nats, as the text, this package's source, goes from one version to the next.
+    assert rows[1]["oracle"] < rows[0]["oracle"] - 0.03
     assert "inside" in table["notes"][0]
 
 
@@ -47,4 +48,4 @@ def test_contenders_take_turns_and_one_that_fails_says_why() -> None:
     turns = [name for name, before in zip(order, ["", *order], strict=False) if name != before]
     assert turns == ["a", "broken", "b", "a", "b", "a", "b"]
     assert str(took["broken"]) == "no such tile"
-    assert all(0 <= took[name] < 1 for name in "ab")
+    assert all(0 <= took[name].seconds < 1 for name in "ab")

@@ -4,14 +4,10 @@ import pytest
 import torch
 
 from gptoss.config import ModelConfig
-from gptoss.kernels.tuning import AMPERE_16_BIT, HOPPER_16_BIT, INTERPRETER, SMALL, Tiles
-from gptoss.training.kept_tensors import Kept, Setting, block_kept, shared_kept, total_bytes
+from gptoss.kernels.tuning import INTERPRETER
+from gptoss.training.kept_tensors import Setting, block_kept, shared_kept, total_bytes
 from gptoss.training.memory import predict_training_memory
-from gptoss.training.memory_experts import (
-    PARTIAL_COLUMNS,
-    experts_backward,
-    experts_backward_peak,
-)
+from gptoss.training.memory_experts import experts_backward, experts_backward_peak
 from gptoss.training.memory_measured import LiveBytes
 
 MIB = 2**20
@@ -27,19 +23,11 @@ def test_production_moments_by_hand() -> None:
     moments = experts_backward(ModelConfig(), production())
     found = {name: sum(tensors.values()) / MIB for name, tensors in moments.items()}
     assert found == {
-        "derivative of the SwiGLU": 96 + 96 + 384 + 192 + 0.25 + 48 * 0.25,
-        "weight gradients": 96 + 96 + 384 + 192 + 0.25 + 54,
+        "derivative of the SwiGLU": 96 + 384 + 192 + 0.25,
+        "weight gradients": 96 + 384 + 192 + 0.25 + 54,
         "input gradient": 384 + 54 + 0.25 + 96 + 48,
     }
-    assert experts_backward_peak(ModelConfig(), production()) == 822.25 * MIB
-
-
-def test_partial_sums_have_as_many_columns_on_every_gpu() -> None:
-    def columns(tiles: Tiles) -> int:
-        return tiles.n // tiles.pieces
-
-    for table in (HOPPER_16_BIT, AMPERE_16_BIT, SMALL):
-        assert columns(table["derivative"]) == PARTIAL_COLUMNS
+    assert experts_backward_peak(ModelConfig(), production()) == 726.25 * MIB
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts the allocations on CPU tensors")
@@ -72,22 +60,10 @@ def test_operator_allocates_the_listed_bytes(changes, tokens, monkeypatch) -> No
         results = _experts_backward._init_fn(*inputs)
     assert [result.shape for result in results] == [t.shape for t in (x, weights, w1, w3, w2)]
     setting = Setting(1, tokens, "bf16", "triton_grouped", "triton", True)
-    tiles = INTERPRETER["derivative"]
-    moments = experts_backward(cfg, setting, tiles.n // tiles.pieces)
-    listed = max(sum(tensors.values()) for tensors in moments.values())
-    table = 4 * 4 * (3 * (tokens * k // tiles.m + E) // 4 + 12)  # a few int32 a tile
+    listed = experts_backward_peak(cfg, setting)
+    tile_rows = INTERPRETER["down"].m
+    table = 4 * 4 * (3 * (tokens * k // tile_rows + E) // 4 + 12)  # a few int32 a tile
     assert listed <= live.peak - before <= listed + table
-
-
-def test_rows_that_wait_are_not_gathered_again(monkeypatch) -> None:
-    """One line more in `experts_kept` moves R·C numbers from every block's scratch to its tape."""
-    from gptoss.training import memory_experts
-
-    cfg, setting = ModelConfig(), production()
-    before = experts_backward_peak(cfg, setting)
-    rows = Kept("experts", memory_experts.ROWS, 96 * MIB)
-    monkeypatch.setattr(memory_experts, "experts_kept", lambda *_: [rows])
-    assert experts_backward_peak(cfg, setting) == before - 96 * MIB
 
 
 def test_block_at_work_is_its_tape_its_operators_and_the_incoming_gradient() -> None:
@@ -99,7 +75,7 @@ def test_block_at_work_is_its_tape_its_operators_and_the_incoming_gradient() -> 
     other += 32 * MIB + 8 * 4096 * 8  # cuBLAS, token ids
     other += 2 * 2 * 4096 * 48 * 2  # rotary tables
     assert predicted.peak.name == "backward of block 0"
-    assert predicted.peak.total - other == kept + (822.25 + 48) * MIB
+    assert predicted.peak.total - other == kept + (726.25 + 48) * MIB
 
 
 def test_shared_expert_is_done_first_in_an_eager_block() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gptoss.bench.roofline import median_seconds
+from gptoss.bench.timing import median_seconds
 
 Row = dict[str, Any]
 Run = Callable[[], object]
