@@ -520,11 +520,54 @@ def test_all_leaves_out_the_tables_that_have_their_own_command(capsys, monkeypat
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(recording, "_bench_tables", lambda: ["head", "kv_cache"])
     monkeypatch.setattr(recording, "OUTSIDE_ALL", ("head",))
+    monkeypatch.setattr(recording, "UNTIMED", ())
     monkeypatch.setattr(head, "measure", lambda **_: pytest.fail("head has its own command"))
     monkeypatch.setattr(kv_cache, "measure", lambda **_: {**_TABLE, "name": "kv_cache"})
     monkeypatch.setattr("gptoss.bench.release.release_memory", lambda: None)
     assert run(capsys, "bench", "all", "--out", tmp_path)[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["kv_cache.json"]
+
+
+def test_all_measures_tables_without_a_clock_side_by_side(capsys, monkeypatch, tmp_path):
+    from gptoss.bench import head
+    from gptoss.cli import recording
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(recording, "_bench_tables", lambda: ["head", "kv_cache", "roofline"])
+    monkeypatch.setattr(recording, "UNTIMED", ("kv_cache", "roofline"))
+    monkeypatch.setattr(head, "measure", lambda **_: {**_TABLE, "name": "head"})
+    monkeypatch.setattr("gptoss.bench.release.release_memory", lambda: None)
+    (tmp_path / "roofline.json").mkdir()
+    code, out, problem = run(capsys, "bench", "all", "--out", tmp_path)
+    assert code == 1
+    assert (
+        json.loads((tmp_path / "kv_cache.json").read_text())["command"] == "gptoss bench kv_cache"
+    )
+    assert out.index("head: 0 s") < out.index("KV cache of the production model")
+    assert "not measured: roofline (" in problem
+    assert "roofline.json" in problem
+
+
+def test_ctrl_c_ends_the_tables_side_by_side(monkeypatch):
+    from gptoss.bench import side_by_side
+
+    started = []
+
+    class Patient(side_by_side.subprocess.Popen):
+        def __init__(self, command, **options):
+            super().__init__([command[0], "-c", "import time; time.sleep(60)"], **options)
+            started.append(self)
+
+        def wait(self, timeout=None):
+            if self.returncode is None and timeout is None and len(started) == 2:
+                started.append("left once")
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(side_by_side.subprocess, "Popen", Patient)
+    with pytest.raises(KeyboardInterrupt):
+        list(side_by_side.measure_side_by_side(["kv_cache", "memory"], None))
+    assert [job.returncode for job in started[:2]] == [-15, -15]
 
 
 _TABLE = {

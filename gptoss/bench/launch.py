@@ -39,7 +39,7 @@ def launch(engine: Engine, config: str, overrides: Sequence[str]) -> list[dict[s
     # Every process must say why it failed (--traceback): the first that fails ends the others, the main one too.
     start += ["gptoss", "pretrain", "--quiet", "--traceback", "--config", config]
     with (
-        _leave_on_signals(),
+        leave_on_signals(),
         tempfile.TemporaryDirectory(
             prefix="gptoss-parallel-", ignore_cleanup_errors=True
         ) as folder,
@@ -54,7 +54,7 @@ def launch(engine: Engine, config: str, overrides: Sequence[str]) -> list[dict[s
         try:
             stderr = process.communicate()[1]
         except BaseException:
-            _end(process)
+            end(process)
             raise
         if process.returncode:
             raise RuntimeError(f"exit code {process.returncode}: {reason_in(stderr)}")
@@ -62,7 +62,7 @@ def launch(engine: Engine, config: str, overrides: Sequence[str]) -> list[dict[s
 
 
 @contextmanager
-def _leave_on_signals() -> Iterator[None]:
+def leave_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP, which end a program on the spot, leave by way of the `finally`s. Ctrl-C does so by itself."""
 
     def leave(number: int, frame: Any) -> None:
@@ -80,8 +80,10 @@ def _leave_on_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ask a launch to end, as torchrun passes on to its processes; they finish a step. What does not end is killed."""
+def end(process: subprocess.Popen[str]) -> None:
+    """Ask a process to end, as torchrun passes on to its own; they finish a step. What does not end is killed."""
+    if process.poll() is not None:
+        return
     process.terminate()
     try:
         process.communicate(timeout=GRACE)

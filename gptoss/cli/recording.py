@@ -13,6 +13,9 @@ app = typer.Typer()
 OUTSIDE_ALL = ("catalogue", "scaling")
 """Tables that `bench all` leaves out: they take minutes by themselves, or the CPU."""
 
+UNTIMED = ("agreement", "kv_cache", "memory", "passkey")
+"""Tables without a clock in them: `bench all` has them measured side by side, after the others."""
+
 
 @app.command()
 def bench(
@@ -30,8 +33,9 @@ def bench(
 
     from gptoss.bench import evidence
     from gptoss.bench.release import release_memory
+    from gptoss.bench.side_by_side import measure_side_by_side
 
-    known = _bench_tables()
+    known, beside = _bench_tables(), []
     if not tables:
         print("tables: " + ", ".join(known))
         return
@@ -40,7 +44,8 @@ def bench(
             raise ValueError(
                 "bench all measures the book's evidence and needs a GPU; without one, name a table"
             )
-        tables = [name for name in known if name not in OUTSIDE_ALL]
+        beside = [name for name in known if name in UNTIMED]
+        tables = [name for name in known if name not in (*OUTSIDE_ALL, *UNTIMED)]
     for name in tables:
         if name.replace("-", "_") not in known:
             raise ValueError(f"no table {name!r}; there is: {', '.join(known)}")
@@ -51,14 +56,23 @@ def bench(
         try:
             _measure(name, folder, replace=out is not None)
         except KeyboardInterrupt:
-            failed += [f"{name} (Ctrl-C)", *tables[place + 1 :]]
-            code = 130
+            failed += [f"{name} (Ctrl-C)", *tables[place + 1 :], *beside]
+            code, beside = 130, []
             break
         except Exception as error:  # the other tables still run; this one is named at the end
             if len(tables) == 1:
                 raise
             failed.append(f"{name} ({' '.join(str(error).split()) or type(error).__name__})")
         release_memory()
+    left = list(beside)
+    try:
+        for name, problem in measure_side_by_side(beside, out):
+            left.remove(name)
+            if problem is not None:
+                failed.append(f"{name} ({problem})")
+    except KeyboardInterrupt:
+        failed += [f"{name} (Ctrl-C)" for name in left]
+        code = 130
     if failed:
         print("not measured: " + "; ".join(failed), file=sys.stderr)
         raise typer.Exit(code)
