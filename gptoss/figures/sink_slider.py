@@ -13,7 +13,7 @@ html .bd-content div.cell_output .text_html:has(> #sink-slider) {{ background: n
 #sink-slider .share {{ display: grid; grid-template-columns: 7em 1fr 3.5em; gap: 0.6em; align-items: center; }}
 #sink-slider .track {{ background: {RULE}; height: 1.1em; border-radius: 2px; overflow: hidden; }}
 #sink-slider .bar {{ height: 100%; background: {INK}; }}
-#sink-slider .of-sink .bar {{ background: repeating-linear-gradient(45deg, {COLORS["sink"]} 0 6px, {COLORS["sink"]}99 6px 9px); }}
+#sink-slider .of-sink .bar {{ background: {COLORS["sink"]}; }}
 #sink-slider .number {{ text-align: right; font-variant-numeric: tabular-nums; }}
 #sink-slider .ask {{ margin: 0.5em 0; }}
 #sink-slider label {{ display: block; color: {INK}; }}

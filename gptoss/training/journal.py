@@ -33,7 +33,9 @@ def read_journal(path: str | Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines):  # no newline after it: the write was cut
                 break
-            raise ValueError(f"{path}, line {number}: not a JSON object ({error})") from error
+            raise ValueError(
+                f"{path}, line {number}: not a JSON object ({error}); mend the line, or move the file away"
+            ) from error
         records.append(record)
     return records
 

@@ -10,8 +10,10 @@ from gptoss.config import RunConfig
 from gptoss.model.moe.dispatch import require_triton_on
 from gptoss.training.checkpoint import CheckpointManager
 from gptoss.training.distributed import World
+from gptoss.training.journal import read_journal
 from gptoss.training.memory import predict_run_memory
 from gptoss.training.plan import AUTO_REFERENCE, BatchPlan, plan_batches, sequences_per_step
+from gptoss.training.reporter import JOURNAL_FILE
 from gptoss.training.restore import require_same_rotation
 from gptoss.training.run_data import RunData, open_run_data
 
@@ -73,6 +75,8 @@ def check_run(run: RunConfig, resume: str | int, world: World) -> Preflight:
     first_step, resumes, checkpoints = world.from_main(lambda: find_start(run, resume))
     if resumes:
         world.from_main(lambda: require_same_rotation(Path(training.save_dir), run))
+    # Read for its errors alone: a journal that cannot go on is refused before anything is written.
+    world.from_main(lambda: len(read_journal(Path(training.save_dir) / JOURNAL_FILE)))
     data = open_run_data(run, world)
     return Preflight(
         data, batch, first_step, resumes, checkpoints, predicted(batch.micro_batch), limit

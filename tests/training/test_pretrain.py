@@ -231,3 +231,13 @@ def test_a_run_shorter_than_its_checkpoint_is_refused(small_run):
     pretrain(small_run(), progress=False)
     with pytest.raises(ValueError, match=r"step 10, behind training\.total_steps = 4"):
         pretrain(small_run(total_steps=4), progress=False)
+
+
+def test_a_journal_that_cannot_go_on_is_refused_before_anything_is_written(small_run, tmp_path):
+    pretrain(small_run(), progress=False, max_steps=2)
+    folder = tmp_path / "run"
+    (folder / "metrics.jsonl").write_text("no json\n{}\n")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1: .* move the file away"):
+        pretrain(small_run(lr=5e-4), progress=False)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
