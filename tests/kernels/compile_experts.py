@@ -21,6 +21,7 @@ from gptoss.bench.moe_inputs import Shape, make_inputs
 from gptoss.bench.moe_sweep import CANDIDATES, runner
 from gptoss.kernels.expert_order import order_by_expert
 from gptoss.kernels.rows import gather_rows, sum_rows
+from gptoss.kernels.swiglu_derivative import swiglu_derivative
 from gptoss.kernels.swiglu_documents import swiglu_documents
 from gptoss.kernels.tuning import tiles_for
 
@@ -85,6 +86,9 @@ def main() -> None:
     order_by_expert(inputs.indices, 8)
     gather_rows(inputs.x, torch.arange(512, dtype=torch.int32), 2, inputs.weights)
     sum_rows(inputs.rows, torch.arange(512, dtype=torch.int32), 2)
+    d_hidden, gate_up = (inputs.rows.new_empty(512, width) for width in (1536, 3072))
+    order = torch.arange(512, dtype=torch.int32)
+    swiglu_derivative(d_hidden, gate_up, torch.ones(512), order, inputs.weights)
     for name, binary in compiled:
         print(json.dumps({"kernel": "around", "name": name, **usage(binary)}))
 

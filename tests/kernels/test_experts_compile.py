@@ -26,6 +26,7 @@ def test_the_table_fits_its_gpu(capability: int) -> None:
     assert {b["name"] for b in binaries} >= {
         *("_tuned_kernel", "_persistent_kernel", "_rows_kernel", "_weight_gradients_kernel"),
         *("_documents_kernel", "_gather_kernel", "_sum_kernel", "_place_kernel"),
+        "_derivative_kernel",
     }
     limit = shared_memory_limit((capability // 10, capability % 10))
     for binary in binaries:
