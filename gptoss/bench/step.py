@@ -28,6 +28,7 @@ COLUMNS = {
     "batch": "sequences at once",
     "seq_len": "tokens of a sequence",
     "every": "every which block is checkpointed; 0 none",
+    "cuda_graph": "whether the step is recorded and replayed",
     "ms": "median time of a step in ms: forward, backward, clip and AdamW",
     "tokens_per_s": "trained tokens a second",
     "mfu": "model FLOPs utilisation of the matmul rate measured in the same run",
@@ -49,14 +50,17 @@ class Variant:
     attention: str = "auto"
     batch: int = 8
     every: int = 0
+    cuda_graph: bool = False
 
 
 PRODUCTION = (
     Variant(),
     Variant(every=3),
     Variant(every=1),
+    Variant(cuda_graph=True),
     Variant(batch=16),
     Variant(batch=32),
+    Variant(batch=32, cuda_graph=True),
     Variant(dispatch="grouped_mm", batch=16),
     Variant(dispatch="stacked"),
 )
@@ -161,6 +165,7 @@ def _assemble(run: RunConfig, shape: Variant, world: World) -> Assembly:
         gradient_accumulation_steps=1,
         grad_checkpoint=False,
         compile_mode="default",
+        cuda_graph=shape.cuda_graph,
     )
     return assemble(RunConfig(model, training, run.data), world, draw_on=world.device)
 
@@ -170,6 +175,7 @@ def _time_variant(
 ) -> dict[str, Any]:
     model = parts.model
     model.enable_gradient_checkpointing(variant.every)
+    parts.forget_recording()
     device = model.embed.weight.device
     tokens = torch.randint(model.cfg.vocab_size, (1, variant.batch, length + 1), device=device)
     inputs, targets = tokens[..., :-1], tokens[..., 1:]

@@ -12,7 +12,8 @@ class TrainingConfig:
 
     `micro_batch_size` counts sequences on one device at once; "auto" picks the largest that fits. Tokens a step are
     micro_batch_size · gradient_accumulation_steps · max_seq_len as written here, on any number of devices.
-    `rope` is the rotary mode in training: "yarn" is the source documents' recipe (chapter 8).
+    `rope` is the rotary mode in training: "yarn" is the source documents' recipe (chapter 8). `cuda_graph` records a step and
+    replays it: for one GPU whose host cannot keep up (chapter 14).
     """
 
     micro_batch_size: int | str = 8
@@ -30,6 +31,7 @@ class TrainingConfig:
     grad_checkpoint_every: int = 3
     compile: bool = True
     compile_mode: str = "max-autotune"
+    cuda_graph: bool = False
     save_interval: int = 2000
     log_interval: int = 50
     nan_guard: bool = True

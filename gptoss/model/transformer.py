@@ -149,7 +149,8 @@ class GPTOSS(nn.Module):
                 and layer % self.checkpoint_every == 0
                 and torch.is_grad_enabled()
             ):
-                x, aux = checkpoint(block, *inputs, use_reentrant=False)
+                # Nothing in a block is random, so there is no state of a generator to come back to.
+                x, aux = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, aux = block(*inputs)
             aux_losses.append(aux)

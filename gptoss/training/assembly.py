@@ -10,6 +10,7 @@ from gptoss.model.transformer import GPTOSS
 from gptoss.training.compiling import compile_blocks
 from gptoss.training.distributed import World, spread
 from gptoss.training.optim import build_optimizer
+from gptoss.training.recorded_step import RecordedStep
 from gptoss.training.schedule import Schedule
 from gptoss.training.seeding import seed_everything
 from gptoss.training.step import TrainStep
@@ -28,8 +29,13 @@ class Assembly:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    take_step: TrainStep
+    take_step: TrainStep | RecordedStep
     autocast: torch.dtype | None
+
+    def forget_recording(self) -> None:
+        """Have a recorded step recorded anew: weights or optimiser state were replaced, or the model computes otherwise."""
+        if isinstance(self.take_step, RecordedStep):
+            self.take_step.forget()
 
 
 def autocast_dtype(run: RunConfig, device: torch.device) -> torch.dtype | None:
@@ -87,7 +93,8 @@ def assemble(run: RunConfig, world: World, draw_on: torch.device = CPU) -> Assem
         training.min_lr_ratio,
         world.device,
     )
-    take_step = TrainStep(module, optimizer, schedule, world, training, autocast)
+    step = TrainStep(module, optimizer, schedule, world, training, autocast)
+    take_step = RecordedStep(step) if training.cuda_graph else step
     return Assembly(model, module, optimizer, schedule, take_step, autocast)
 
 

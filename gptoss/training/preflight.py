@@ -61,6 +61,7 @@ def check_run(run: RunConfig, resume: str | int, world: World) -> Preflight:
         ).gib
 
     check_kernels(run, world.device)
+    check_recording(run, world)
     check_directory(Path(training.save_dir))
     if training.sample_interval and not training.sample_prompt:
         raise ValueError("training.sample_prompt is empty: give a text to go on from, as in 'def '")
@@ -95,6 +96,30 @@ def check_kernels(run: RunConfig, device: torch.device) -> None:
         )
     if run.model.moe_dispatch == "triton_grouped":
         require_triton_on(device)
+
+
+def check_recording(run: RunConfig, world: World) -> None:
+    """See that a step can be recorded as a CUDA graph where that is asked for.
+
+    Raises:
+        ValueError: on a CPU or several processes, or with kernels that ask the host for something.
+    """
+    if not run.training.cuda_graph:
+        return
+    if world.device.type != "cuda" or world.size > 1:
+        raise ValueError(
+            f"training.cuda_graph records the step of one process on one GPU, got {world.size} on {world.device.type}: "
+            "set training.cuda_graph=false"
+        )
+    if run.model.moe_dispatch != "triton_grouped":
+        raise ValueError(
+            f"training.cuda_graph: moe_dispatch = {run.model.moe_dispatch!r} asks the host for the rows of each expert; set "
+            "model.moe_dispatch=triton_grouped"
+        )
+    if run.model.attention_backend not in ("auto", "triton"):
+        raise ValueError(
+            f"training.cuda_graph records the kernels of attention_backend auto or triton, got {run.model.attention_backend!r}"
+        )
 
 
 def check_directory(directory: Path) -> None:

@@ -6,7 +6,7 @@ A micro-batches of a step, B batch, T queries.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gptoss.config import TrainingConfig
@@ -94,6 +94,17 @@ class TrainStep:
             inputs, targets: this process's micro-batches on its device; −100 targets do not count.
             stop: whether this process was asked to end; all processes learn it with the result.
         """
+        flag = torch.full((), float(stop), device=inputs.device)
+        return PendingResult(self.on_device(inputs, targets, flag))
+
+    def on_device(
+        self, inputs: Int[Tensor, "A B T"], targets: Int[Tensor, "A B T"], stop: Float[Tensor, ""]
+    ) -> Float[Tensor, "6"]:
+        """The step itself, without a word from the device to the host.
+
+        Returns:
+            The fields of `StepResult` in their order, as device numbers.
+        """
         world, settings = self.world, self.settings
         count = inputs.shape[0]
         counted = world.sum((targets != IGNORE_INDEX).sum()).clamp(min=1)
@@ -103,7 +114,7 @@ class TrainStep:
         totals = torch.zeros(
             3, device=inputs.device
         )  # summed CE, summed aux, processes asked to end
-        totals[2] = float(stop)
+        totals[2] = stop
         for m in range(count):
             with gradients_travel(self.module, now=m == count - 1):
                 with torch.autocast(
@@ -128,6 +139,4 @@ class TrainStep:
         update(self.optimizer, rate, norm, settings.grad_clip, taken)
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.advance(taken)
-        return PendingResult(
-            torch.stack([loss, aux, norm.to(loss), rate, taken.to(loss), totals[2]])
-        )
+        return torch.stack([loss, aux, norm.to(loss), rate, taken.to(loss), totals[2]])

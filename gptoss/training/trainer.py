@@ -251,5 +251,6 @@ class Trainer:
             optimizer=self.built.optimizer,
             scheduler=self.built.schedule,
         )
+        self.built.forget_recording()
         self.data.seek(int(meta["position"]))
         self.step = step
