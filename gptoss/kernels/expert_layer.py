@@ -11,7 +11,7 @@ Backward, given g = dL/dout:
     dW2 = gsᵀ h          [dW1; dW3] = [da | du]ᵀ xs             dx[n] = Σ_j ([da | du] · [W1; W3])[row of (n, j)]
 
 Kept for the backward pass: x, xs, the plan, and gate and up (in 16-bit, xs is 2·R·C bytes, gate and up 4·R·F). h is made again
-on the way, y is not needed. With ``recompute`` neither xs nor gate and up are kept: 4·R·C·F more FLOPs, a sixth of the layer's.
+on the way, y is not needed. With ``recompute`` neither xs nor gate and up are kept: 4·R·C·F more FLOPs, two ninths of the layer's.
 
 Shapes: N tokens, k experts a token, R = N·k routed rows, C model width, F ffn width, E experts.
 """
