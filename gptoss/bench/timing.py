@@ -51,8 +51,8 @@ def seconds_in_turns(
     """Median times of each contender, or what it failed with.
 
     They take turns, so that a clock that drifts meets all of them. On a GPU a turn is ten calls in a row, queued while the
-    GPU copies memory: when the first begins the host has queued the last, as it has in the middle of a training step, and the
-    GPU waits for nobody.
+    GPU copies memory: when the first begins the host has queued the last, and the GPU waits for nobody. (A call that asks the
+    GPU for something waits all the same, and the wait counts as the host's time too.)
     """
     times: dict[str, list[Timing]] = {name: [] for name in runs}
     failed: dict[str, Timing | Exception] = {}

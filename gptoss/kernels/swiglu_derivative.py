@@ -2,8 +2,8 @@
 
 Three (R, F) streams come in, dL/dh, gate and up; three go out, dL/dgate, dL/dup and the hidden rows, which the gradient of W2
 reads. The equations stand in ``swiglu_epilogue``. As the epilogue of the product that makes dL/dh it would save two of the
-streams; so it was at first, and took as long as this pass and that product together. A program there holds a tile's sums in
-its registers and cannot ask for much else meanwhile; programs here hold nothing, and come near to the memory's pace.
+streams; so it was at first, and took as long as this pass and that product together, with its loads pipelined too. A kernel
+that only moves rows comes near to the memory's pace.
 
 Shapes: N tokens, k experts a token, R = N·k routed rows sorted by expert, F ffn width.
 """
