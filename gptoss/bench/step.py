@@ -20,6 +20,8 @@ from gptoss.config import ModelConfig, RunConfig, TrainingConfig, load_config
 from gptoss.training.assembly import Assembly, assemble
 from gptoss.training.distributed import World, join_world
 from gptoss.training.flops import training_flops_per_token
+from gptoss.training.recorded_step import ORDINARY_STEPS, RecordedStep
+from gptoss.training.step import TrainStep
 
 COLUMNS = {
     "who": "what was run",
@@ -28,7 +30,7 @@ COLUMNS = {
     "batch": "sequences at once",
     "seq_len": "tokens of a sequence",
     "every": "every which block is checkpointed; 0 none",
-    "cuda_graph": "whether the step is recorded and replayed",
+    "cuda_graph": "whether the step is recorded as a CUDA graph and replayed",
     "ms": "median time of a step in ms: forward, backward, clip and AdamW",
     "tokens_per_s": "trained tokens a second",
     "mfu": "model FLOPs utilisation of the matmul rate measured in the same run",
@@ -55,9 +57,11 @@ class Variant:
 
 PRODUCTION = (
     Variant(),
+    Variant(cuda_graph=True),
     Variant(every=3),
     Variant(every=1),
-    Variant(cuda_graph=True),
+    Variant(batch=2),
+    Variant(batch=2, cuda_graph=True),
     Variant(batch=16),
     Variant(batch=32),
     Variant(batch=32, cuda_graph=True),
@@ -90,7 +94,7 @@ def measure(
         variants: what to run; the production run's on a GPU, two dispatches on a CPU.
         config: a configuration by name or path; `default_config()` when left out.
         seq_len: tokens of a sequence; the configuration's own unless given.
-        steps: timed steps, after three untimed ones.
+        steps: timed steps, after four untimed ones.
         baselines: also time transformers' GptOss, if it is installed and a GPU is there.
         command, commit: for the evidence file.
 
@@ -111,9 +115,9 @@ def measure(
         )
     peak = matmul_rate() if cuda else None
     rows = []
-    for shape, group in groupby(variants, lambda variant: dataclasses.replace(variant, every=0)):
+    for shape, group in groupby(variants, _shape):
         with join_world() as world:
-            parts = None  # one model for the variants that differ only in checkpointing
+            parts = None  # one model for the variants of a shape
             for variant in group:
                 row: dict[str, Any] = {"who": "gptoss", "seq_len": length, **dataclasses.asdict(variant)}  # fmt: skip
                 try:
@@ -155,6 +159,11 @@ def measure(
     )
 
 
+def _shape(variant: Variant) -> Variant:
+    """The variant without what can be switched on a built model."""
+    return dataclasses.replace(variant, every=0, cuda_graph=False)
+
+
 def _assemble(run: RunConfig, shape: Variant, world: World) -> Assembly:
     model = dataclasses.replace(
         run.model, moe_dispatch=shape.dispatch, attention_backend=shape.attention
@@ -165,7 +174,7 @@ def _assemble(run: RunConfig, shape: Variant, world: World) -> Assembly:
         gradient_accumulation_steps=1,
         grad_checkpoint=False,
         compile_mode="default",
-        cuda_graph=shape.cuda_graph,
+        cuda_graph=False,
     )
     return assemble(RunConfig(model, training, run.data), world, draw_on=world.device)
 
@@ -175,7 +184,8 @@ def _time_variant(
 ) -> dict[str, Any]:
     model = parts.model
     model.enable_gradient_checkpointing(variant.every)
-    parts.forget_recording()
+    assert isinstance(parts.take_step, TrainStep)
+    take_step = RecordedStep(parts.take_step) if variant.cuda_graph else parts.take_step
     device = model.embed.weight.device
     tokens = torch.randint(model.cfg.vocab_size, (1, variant.batch, length + 1), device=device)
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
@@ -183,7 +193,7 @@ def _time_variant(
 
     def step() -> None:
         nonlocal loss
-        loss = parts.take_step(inputs, targets).wait().loss
+        loss = take_step(inputs, targets).wait().loss
 
     flops = training_flops_per_token(model.cfg, model.num_active_parameters(), length)
     return _time(step, steps, variant.batch * length, flops, peak) | {"loss": round(loss, 3)}
@@ -227,7 +237,7 @@ def _time_transformers(
 def _time(
     step: Callable[[], None], steps: int, tokens: int, flops: float, peak: float | None
 ) -> dict[str, Any]:
-    for _ in range(3):
+    for _ in range(ORDINARY_STEPS + 1):
         step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

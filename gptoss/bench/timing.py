@@ -1,4 +1,4 @@
-"""Timers: one call after another, contenders in turns, a call as a CUDA graph.
+"""Timers: one call after another, calls queued ahead, contenders in turns, a call as a CUDA graph.
 
 Shapes: none; plain callables.
 """
@@ -45,33 +45,12 @@ class Timing(NamedTuple):
     host_seconds: float
 
 
-def seconds_in_turns(
-    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5
-) -> dict[str, Timing | Exception]:
-    """Median times of each contender, or what it failed with.
+def queued_seconds(run: Callable[[], object], device: torch.device, calls: int = 10) -> Timing:
+    """Mean time of one of several calls in a row; on a CPU `median_seconds`.
 
-    They take turns, so that a clock that drifts meets all of them. On a GPU a turn is ten calls in a row, queued while the
-    GPU copies memory: when the first begins the host has queued the last, and the GPU waits for nobody. (A call that asks the
-    GPU for something waits all the same, and the wait counts as the host's time too.)
+    The calls are queued while the GPU copies memory: when the first begins the host has queued the last, and the GPU waits for
+    nobody. (A call that asks the GPU for something waits all the same, and the wait counts as the host's time too.)
     """
-    times: dict[str, list[Timing]] = {name: [] for name in runs}
-    failed: dict[str, Timing | Exception] = {}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            if name in failed:
-                continue
-            try:
-                times[name].append(_turn(run, device))
-            except Exception as problem:
-                failed[name] = problem
-    return {name: failed.get(name) or _median(times[name]) for name in runs}
-
-
-def _median(times: list[Timing]) -> Timing:
-    return Timing(*(statistics.median(column) for column in zip(*times, strict=True)))
-
-
-def _turn(run: Callable[[], object], device: torch.device, calls: int = 10) -> Timing:
     if device.type != "cuda":
         seconds = median_seconds(run, device)
         return Timing(seconds, seconds)
@@ -94,6 +73,31 @@ def _turn(run: Callable[[], object], device: torch.device, calls: int = 10) -> T
     end.record()
     torch.cuda.synchronize()
     return Timing(begin.elapsed_time(end) / 1e3 / calls, host / calls)
+
+
+def seconds_in_turns(
+    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5
+) -> dict[str, Timing | Exception]:
+    """Median times of each contender, or what it failed with.
+
+    They take turns, so that a clock that drifts meets all of them. A turn is `queued_seconds`.
+    """
+    times: dict[str, list[Timing]] = {name: [] for name in runs}
+    failed: dict[str, Timing | Exception] = {}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            if name in failed:
+                continue
+            try:
+                times[name].append(queued_seconds(run, device))
+            except Exception as problem:
+                failed[name] = problem
+    return {name: failed.get(name) or median_timing(times[name]) for name in runs}
+
+
+def median_timing(times: list[Timing]) -> Timing:
+    """The median of each of the two."""
+    return Timing(*(statistics.median(column) for column in zip(*times, strict=True)))
 
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -1,6 +1,7 @@
 """A recorded step is the step: the same losses, refusals and weights, and who may record."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from gptoss.config import ModelConfig, RunConfig, TrainingConfig
 from gptoss.training.assembly import Assembly, assemble
 from gptoss.training.distributed import World
 from gptoss.training.preflight import check_recording
+from gptoss.training.pretrain import pretrain
 from gptoss.training.recorded_step import ORDINARY_STEPS, RecordedStep
 from gptoss.training.step import TrainStep
 
@@ -134,3 +136,19 @@ def test_a_forgotten_recording_is_made_anew() -> None:
         losses.append(parts.take_step(tokens[..., :-1], tokens[..., 1:]).wait().loss)
     assert losses[-1] < losses[7] < losses[0]
     assert {int(s["step"]) for s in parts.optimizer.state_dict()["state"].values()} == {12}
+
+
+@pytest.mark.gpu
+def test_a_recorded_run_validates_saves_and_goes_on(small_run: Callable[..., RunConfig]) -> None:
+    model = {"moe_dispatch": "triton_grouped", "d_model": 64, "head_dim": 16, "ffn_dim": 64}
+    settings = {"model": model, "total_steps": 20, "compile": True, "compile_mode": "default"}
+    plain = pretrain(small_run("plain", **settings), progress=False)
+    recorded = small_run("recorded", **settings, cuda_graph=True)
+    parts = [pretrain(recorded, progress=False, max_steps=n) for n in (12, 8)]
+    assert [part.first_step for part in parts] == [0, 12]
+    losses = [loss for part in parts for loss in part.losses]
+    assert len(losses) == 20
+    assert losses == pytest.approx(plain.losses, rel=1e-2)
+    curve = [v.loss for part in parts for v in part.validation]
+    assert curve[-1] == pytest.approx(plain.validation[-1].loss, rel=1e-2)
+    assert losses[-1] < losses[0]
