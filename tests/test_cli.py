@@ -318,9 +318,11 @@ def test_nothing_to_measure_is_a_usage_error(capsys, arguments):
 
 
 def test_a_step_that_cannot_be_timed_says_why_and_fails(capsys):
-    code, _, err = run(capsys, "step-time", "--dispatch", "foo", "--config", "tiny", "--steps", 1)
-    assert code == 1
-    assert "moe_dispatch = 'foo'" in err
+    once = ("step-time", "--config", "tiny", "--steps", 1)
+    for option, words in (("--dispatch=foo", "moe_dispatch = 'foo'"), ("--cuda-graph", "on cpu")):
+        code, _, err = run(capsys, *once, option)
+        assert code == 1
+        assert words in err
 
 
 def test_an_empty_prompt(capsys, trained):

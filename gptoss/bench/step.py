@@ -18,8 +18,9 @@ from gptoss.bench.roofline import matmul_rate
 from gptoss.bench.transformers_sizes import gpt_oss_config
 from gptoss.config import ModelConfig, RunConfig, TrainingConfig, load_config
 from gptoss.training.assembly import Assembly, assemble
-from gptoss.training.distributed import World, join_world
+from gptoss.training.distributed import join_world
 from gptoss.training.flops import training_flops_per_token
+from gptoss.training.preflight import check_recording
 from gptoss.training.recorded_step import ORDINARY_STEPS, RecordedStep
 from gptoss.training.step import TrainStep
 
@@ -121,7 +122,8 @@ def measure(
             for variant in group:
                 row: dict[str, Any] = {"who": "gptoss", "seq_len": length, **dataclasses.asdict(variant)}  # fmt: skip
                 try:
-                    parts = parts or _assemble(run, shape, world)
+                    check_recording(_configure(run, variant), world)
+                    parts = parts or assemble(_configure(run, shape), world, draw_on=world.device)
                     row |= _time_variant(parts, variant, length, steps, peak)
                 except Exception as error:  # the reason is the row; the other variants still run
                     row["error"] = " ".join(str(error).split())[:200]
@@ -164,19 +166,19 @@ def _shape(variant: Variant) -> Variant:
     return dataclasses.replace(variant, every=0, cuda_graph=False)
 
 
-def _assemble(run: RunConfig, shape: Variant, world: World) -> Assembly:
+def _configure(run: RunConfig, variant: Variant) -> RunConfig:
     model = dataclasses.replace(
-        run.model, moe_dispatch=shape.dispatch, attention_backend=shape.attention
+        run.model, moe_dispatch=variant.dispatch, attention_backend=variant.attention
     )
     training = dataclasses.replace(
         run.training,
-        micro_batch_size=shape.batch,
+        micro_batch_size=variant.batch,
         gradient_accumulation_steps=1,
         grad_checkpoint=False,
         compile_mode="default",
-        cuda_graph=False,
+        cuda_graph=variant.cuda_graph,
     )
-    return assemble(RunConfig(model, training, run.data), world, draw_on=world.device)
+    return RunConfig(model, training, run.data)
 
 
 def _time_variant(

@@ -169,13 +169,16 @@ def step_time(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences of a step.", min=1)] = 8,
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.", min=1)] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps, after three untimed ones.", min=1)] = 20,
+    steps: Annotated[int, typer.Option(help="Timed steps, after four untimed ones.", min=1)] = 20,
     every: Annotated[
         int, typer.Option(help="Checkpoint every so many blocks; 0 for none.", min=0)
     ] = 0,
     dispatch: Annotated[
         str | None, typer.Option(help="Expert dispatch; as configured when left out.")
     ] = None,
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="Record the step and replay it; on a GPU.")
+    ] = False,
 ) -> None:
     """Training throughput of one process: tokens/s, MFU and peak memory, by the convention that is printed."""
     from gptoss.bench import step
@@ -184,7 +187,10 @@ def step_time(
 
     config = config or step.default_config()
     variant = step.Variant(
-        dispatch=dispatch or load_config(config).model.moe_dispatch, batch=batch_size, every=every
+        dispatch=dispatch or load_config(config).model.moe_dispatch,
+        batch=batch_size,
+        every=every,
+        cuda_graph=cuda_graph,
     )
     evidence = step.measure(
         (variant,),

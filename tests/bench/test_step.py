@@ -27,6 +27,13 @@ def test_a_step_is_timed():
     assert "mfu" not in row
 
 
+def test_a_step_that_cannot_be_recorded_is_a_row_with_the_reason():
+    variant = step.Variant(dispatch="stacked", batch=1, cuda_graph=True)
+    (row,) = step.measure((variant,), seq_len=16, steps=1, commit="test")["rows"]
+    assert "one process on one GPU, got 1 on cpu" in row["error"]
+    assert "ms" not in row
+
+
 @pytest.mark.parametrize(
     "wrong", [{"steps": 0}, {"seq_len": 0}, {"variants": (step.Variant(batch=0),)}]
 )
