@@ -10,7 +10,7 @@ import torch
 from gptoss.model.transformer import GPTOSS, GPTOSSBlock
 
 # Modes that record CUDA graphs, and what they become. A graph replays fixed shapes at fixed addresses: rows per expert
-# change with every batch, grouped_mm cannot be captured, and each block runs several times before its gradients are
+# change with every batch, grouped_mm cannot be captured where PyTorch has no kernel for it, and each block runs several times before its gradients are
 # used (accumulation, recomputation), which overwrites the graph's outputs. The kernels stay as tuned.
 WITHOUT_CUDA_GRAPHS = {
     "max-autotune": "max-autotune-no-cudagraphs",

@@ -57,6 +57,7 @@ def predict_training_memory(
     accumulation: int = 1,
     parallel: str = "ddp",
     world_size: int = 1,
+    recorded: bool = False,
     device: str = "cuda",
 ) -> TrainingMemory:
     """Predict the bytes alive at each moment of a training step, in one process.
@@ -76,6 +77,7 @@ def predict_training_memory(
         compiled: whether blocks run through torch.compile.
         accumulation: micro-batches of a step; with several, gradients exist all along.
         parallel, world_size: "ddp" holds everything in every process, "fsdp2" a share.
+        recorded: whether the step is a CUDA graph, beside whose memory a validation finds its own (an upper bound).
         device: "cuda" or "cpu": what the backend "auto" stands for.
 
     Returns:
@@ -123,6 +125,7 @@ def predict_training_memory(
         shares=world_size if parallel == "fsdp2" else 1,
         logit_bytes=LOGIT_BYTES[device, dtype],
         workspace=CUBLAS_WORKSPACE if device == "cuda" else 0,
+        recorded=recorded,
     )
     return step_moments(config, setting, step)
 
@@ -157,6 +160,7 @@ def predict_run_memory(
         accumulation=accumulation,
         parallel=training.parallel,
         world_size=world_size,
+        recorded=training.cuda_graph,
         device=device,
     )
 

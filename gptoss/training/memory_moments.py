@@ -3,7 +3,7 @@
 Shapes: N = B·T tokens, C model width, E experts, R = N·k routed rows, F ffn width, V vocabulary, P parameters.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gptoss.config import ModelConfig
 from gptoss.training.kept_tensors import (
@@ -52,6 +52,7 @@ class Step:
     shares: processes among which weights, gradients and optimiser state are divided.
     logit_bytes: what one logit takes while its chunk is at work.
     workspace: bytes that the device's libraries take from the same allocator.
+    recorded: whether it is a CUDA graph, which keeps its memory between steps.
     """
 
     every: int
@@ -61,6 +62,7 @@ class Step:
     shares: int
     logit_bytes: int
     workspace: int
+    recorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,13 @@ def step_moments(cfg: ModelConfig, setting: Setting, step: Step) -> TrainingMemo
             in_flight + matrix + n * cfg.d_model * WIDE,
         )
     )
+    if step.recorded:
+        # Nothing of the recording's memory is free for a validation. That keeps no tensor beyond its block: one block's
+        # whole list, or a chunk of logits, is more than it needs.
+        largest = TrainingMemory(tuple(moments)).peak
+        validation = 2 * stream + max(activations + copies, logits + head_weight)
+        name = "a validation beside the recorded step"
+        moments.append(replace(largest, name=name, scratch=largest.scratch + validation))
     return TrainingMemory(tuple(moments))
 
 

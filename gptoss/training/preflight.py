@@ -113,7 +113,7 @@ def check_recording(run: RunConfig, world: World) -> None:
         )
     if run.model.moe_dispatch != "triton_grouped":
         raise ValueError(
-            f"training.cuda_graph: moe_dispatch = {run.model.moe_dispatch!r} asks the host for the rows of each expert; set "
+            f"training.cuda_graph: moe_dispatch = {run.model.moe_dispatch!r} may ask for the rows of each expert; set "
             "model.moe_dispatch=triton_grouped"
         )
     if run.model.attention_backend not in ("auto", "triton"):

@@ -19,10 +19,10 @@ ORDINARY_STEPS = 3  # before the recording: kernels are compiled, the optimiser 
 
 
 class RecordedStep:
-    """`TrainStep`, recorded at the fourth call and replayed from then on.
+    """`TrainStep`, recorded at the fourth call of a shape and replayed from then on.
 
     What a step keeps until its backward pass then lives in the graph's own memory, whether a step is running or not.
-    Inputs of another shape are an ordinary step.
+    Once there is a recording, inputs of another shape are an ordinary step.
 
     Args:
         step: on one GPU, with kernels that do not ask the host for anything (`preflight.check_recording`).
@@ -30,7 +30,8 @@ class RecordedStep:
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
-        self._ordinary = 0
+        self._shape: torch.Size | None = None
+        self._ordinary = 0  # steps of this shape so far
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(
@@ -38,6 +39,8 @@ class RecordedStep:
     ) -> PendingResult:
         """Take one step; the arguments and the result are `TrainStep`'s."""
         if self._graph is None:
+            if inputs.shape != self._shape:
+                self._shape, self._ordinary = inputs.shape, 0
             if self._ordinary < ORDINARY_STEPS:
                 self._ordinary += 1
                 return self.step(inputs, targets, stop)
@@ -52,8 +55,8 @@ class RecordedStep:
         return PendingResult(self._values)
 
     def forget(self) -> None:
-        """Record anew at the next call."""
-        self._graph = None
+        """Record anew, after ordinary steps: moments that are not there yet must not be made inside the recording."""
+        self._graph, self._ordinary = None, 0
 
     def _record(self, inputs: Tensor, targets: Tensor) -> None:
         self._inputs, self._targets = inputs.clone(), targets.clone()
@@ -67,9 +70,16 @@ class RecordedStep:
         for group in groups:
             group["capturable"] = True  # AdamW wants to be told
         try:
-            # Other threads, those that fetch data, may use the device meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # The outer context brings this stream back if the recording fails. Other threads, those that fetch data, may use
+            # the device meanwhile.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
                 self._values = self.step.on_device(self._inputs, self._targets, self._stop)
+        except BaseException:
+            self.step.optimizer.zero_grad(set_to_none=True)  # they lie in the graph's memory
+            raise
         finally:
             for group, capturable in zip(groups, kept, strict=True):
                 group["capturable"] = capturable

@@ -1,5 +1,7 @@
 """The memory prediction: its parts add up, and it is right where it can be measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from gptoss.config import ModelConfig, TrainingConfig, load_config
 from gptoss.inference.prefill import prefill
 from gptoss.model.cache import MixedKVCache
 from gptoss.model.transformer import GPTOSS
+from gptoss.training.distributed import World
 from gptoss.training.memory import (
     count_parameters,
     largest_micro_batch,
@@ -16,6 +19,7 @@ from gptoss.training.memory import (
     predict_training_memory,
 )
 from gptoss.training.memory_measured import LiveBytes
+from gptoss.training.validation import validate
 
 SMALL = {
     "vocab_size": 512,
@@ -128,6 +132,33 @@ def test_largest_micro_batch_fits_and_the_next_does_not() -> None:
         sizes.append(size)
     assert sizes == sorted(sizes)
     assert sizes[0] >= 1
+
+
+@pytest.mark.parametrize("dispatch", ["stacked", "grouped_mm"])
+@pytest.mark.parametrize("n_layers", [2, 6])
+def test_beside_a_recorded_step_there_is_room_for_a_validation(
+    n_layers: int, dispatch: str
+) -> None:
+    cfg = small(n_layers=n_layers, moe_dispatch=dispatch)
+    model = GPTOSS(cfg)
+    windows = torch.randint(cfg.vocab_size, (4, cfg.max_seq_len + 1))
+    with LiveBytes([*model.parameters(), windows]) as live:
+        before = live.now
+        validate(model, windows, 4, World(torch.device("cpu")), torch.bfloat16, 256)
+    ordinary, recorded = (
+        predict_training_memory(cfg, batch=4, loss_chunk=256, device="cpu", recorded=r).peak.total
+        for r in (False, True)
+    )
+    needed = live.peak - before
+    assert needed < recorded - ordinary < 2.5 * needed
+
+
+def test_a_recorded_run_fits_fewer_sequences() -> None:
+    run = load_config("pretrain_a100_502m")
+    recorded = replace(run.training, cuda_graph=True)
+    ordinary, fewer = (largest_micro_batch(run.model, t, 80.0) for t in (run.training, recorded))
+    assert fewer < ordinary
+    assert predict_run_memory(run.model, recorded, fewer).peak.name.startswith("a validation")
 
 
 def test_nothing_fits_a_tiny_budget() -> None:

@@ -46,9 +46,10 @@ class Fake:
         self.taken.append("replayed")
 
 
-def test_the_first_steps_and_other_shapes_are_ordinary(monkeypatch) -> None:
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> tuple[RecordedStep, Fake]:
+    """A `RecordedStep` without a device, and who took its steps."""
     fake = Fake()
-    recorded = RecordedStep(fake)  # type: ignore[arg-type]
 
     def record(self: RecordedStep, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         fake.taken.append("recorded")
@@ -56,6 +57,11 @@ def test_the_first_steps_and_other_shapes_are_ordinary(monkeypatch) -> None:
         self._graph, self._values = fake, torch.zeros(6)  # type: ignore[assignment]
 
     monkeypatch.setattr(RecordedStep, "_record", record)
+    return RecordedStep(fake), fake  # type: ignore[arg-type]
+
+
+def test_the_first_steps_and_other_shapes_are_ordinary(recorder) -> None:
+    recorded, fake = recorder
     tokens = torch.ones(1, 2, 4, dtype=torch.int64)
     for _ in range(ORDINARY_STEPS + 2):
         recorded(tokens, tokens)
@@ -65,9 +71,22 @@ def test_the_first_steps_and_other_shapes_are_ordinary(monkeypatch) -> None:
     assert torch.equal(recorded._targets, 3 * tokens)
     assert recorded._stop == 1
     recorded(tokens[:, :1], tokens[:, :1])
+    assert fake.taken[-1] == "ordinary"
     recorded.forget()
-    recorded(tokens, tokens)
-    assert fake.taken[-3:] == ["ordinary", "recorded", "replayed"]
+    del fake.taken[:]
+    for _ in range(ORDINARY_STEPS + 1):  # a checkpoint may hold no moments yet
+        recorded(tokens, tokens)
+    assert fake.taken == [*["ordinary"] * ORDINARY_STEPS, "recorded", "replayed"]
+
+
+def test_each_shape_is_compiled_before_it_is_recorded(recorder) -> None:
+    recorded, fake = recorder
+    long, short = (torch.ones(1, 2, length, dtype=torch.int64) for length in (8, 4))
+    for tokens in [long] * ORDINARY_STEPS + [short] * ORDINARY_STEPS:
+        recorded(tokens, tokens)
+    assert set(fake.taken) == {"ordinary"}
+    recorded(short, short)
+    assert fake.taken[-2:] == ["recorded", "replayed"]
 
 
 def built(cuda_graph: bool, every: int = 0, accumulation: int = 2) -> Assembly:
@@ -125,17 +144,22 @@ def test_a_recorded_step_refuses_what_is_not_finite_and_goes_on() -> None:
 
 
 @pytest.mark.gpu
-def test_a_forgotten_recording_is_made_anew() -> None:
+@pytest.mark.parametrize("moments", [True, False])
+def test_a_forgotten_recording_is_made_anew(moments: bool) -> None:
     parts = built(True)
     tokens = torch.randint(512, (2, 4, 129), device="cuda")
     losses = []
-    for step in range(12):
+    for step in range(13):
         if step == 8:
             parts.optimizer.load_state_dict(parts.optimizer.state_dict())  # new tensors
+            if not moments:
+                parts.optimizer.state.clear()  # as after a checkpoint of step 0
             parts.forget_recording()
         losses.append(parts.take_step(tokens[..., :-1], tokens[..., 1:]).wait().loss)
-    assert losses[-1] < losses[7] < losses[0]
-    assert {int(s["step"]) for s in parts.optimizer.state_dict()["state"].values()} == {12}
+    assert losses[7] < losses[0]
+    assert losses[-1] < losses[0]
+    taken = {int(s["step"]) for s in parts.optimizer.state_dict()["state"].values()}
+    assert taken == {13 if moments else 5}
 
 
 @pytest.mark.gpu
