@@ -13,8 +13,9 @@ MFU_CONVENTION = (
     "recomputation not counted"
 )
 
-# FLOP/s of dense bf16 matrix products. H200: the rate that PyTorch's 8192³ product reached there (781-806
-# TFLOP/s in several runs); the others: NVIDIA's data sheets, without sparsity. The first name that a device's name contains counts.
+# FLOP/s of dense bf16 matrix products. H200: the rate that PyTorch's 8192³ product reached there (781-806 TFLOP/s in several
+# runs from rest, 720 kept up: chapter 2); the others: NVIDIA's data sheets, without sparsity. The first name that a device's
+# name contains counts.
 BF16_PEAK = {
     "H200": 790e12,
     "H100 PCIe": 756e12,
