@@ -35,7 +35,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> FileRecord:
         The record to hold the file against later.
 
     Raises:
-        Whatever `write` or the file system raises; the staged file is gone then, and what stood at `path` stands.
+        Whatever `write` or the file system raises; the staged file is gone then, and what stood at `path` stands. Only
+            when the directory cannot be flushed does the new file stand there, and a power cut may bring the old one
+            back.
     """
     staged = path.with_name(path.name + STAGED_SUFFIX)
     try:

@@ -78,8 +78,8 @@ class CheckpointManager:
 
         Raises:
             ValueError: a negative step, a name that is taken, or a value that JSON or safetensors cannot hold.
-            OSError: a file could not be written. It is named, what was written of this step is gone, and every
-                earlier checkpoint stands.
+            OSError: a file could not be written or flushed. It is named, and every earlier checkpoint stands. What was
+                written of this step is gone or, where the last flush alone failed, complete: the message says which.
         """
         if step < 0:
             raise ValueError(f"step = {step}: expected the number of steps taken, 0 or more")

@@ -69,29 +69,36 @@ class CheckpointDirectory:
             meta: JSON values; "checkpoint" is a dictionary, to which the records of the two files are added.
 
         Raises:
-            OSError: a file could not be written. It is named, this attempt's files are gone, all earlier ones stand.
+            OSError: a file could not be written or flushed. It is named, and all earlier files stand. This attempt's
+                are gone, unless the meta file names them already: then the step is complete, as the message says.
         """
         old = self._names(step)
-        written: list[FileRecord] = []
+        new: list[str] = []
+        records: list[FileRecord] = []
         path = self.path
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers(step, old)
             for kind, tensors in (("model", model), ("optim", optim)):
                 path = self._free_path(kind, step, old)
-                written.append(write_atomically(path, lambda p, t=tensors: save_file(t, p)))  # type: ignore[misc]  # mypy does not infer a lambda's default
-            files = {"model": asdict(written[0]), "optim": asdict(written[1])}
+                new.append(path.name)
+                records.append(write_atomically(path, lambda p, t=tensors: save_file(t, p)))  # type: ignore[misc]  # mypy does not infer a lambda's default
+            files = {"model": asdict(records[0]), "optim": asdict(records[1])}
             text = json.dumps(
                 {**meta, "checkpoint": {**meta["checkpoint"], "files": files}}, indent=1
             )
             path = self.meta_path(step)
             write_atomically(path, lambda p: _write_text(p, text))
         except (OSError, SafetensorError) as error:
-            for record in written:
-                (self.path / record.name).unlink(missing_ok=True)
+            outcome = "not saved"
+            if new and new == self._names(step):  # only the flush after the last rename failed
+                outcome = "complete, but a power cut may undo it"
+            else:
+                for name in new:
+                    (self.path / name).unlink(missing_ok=True)
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
             code = (isinstance(error, OSError) and error.errno) or errno.EIO
-            message = f"checkpoint of step {step} not saved, earlier ones stand: {reason}"
+            message = f"checkpoint of step {step} {outcome}, earlier ones stand: {reason}"
             raise OSError(code, message, str(path)) from error
         for name in old:
             (self.path / name).unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """Damaged files, full disks and hostile files: the previous checkpoint loads, or one line names the file."""
 
+import errno
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from gptoss.training import atomic
 from gptoss.training.atomic import sha256_of, write_atomically
 from gptoss.training.checkpoint import CheckpointManager
 from gptoss.training.checkpoint_files import CheckpointError
@@ -194,6 +196,36 @@ def test_failed_overwrite_keeps_the_step_that_stood(two_steps) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert two_steps.load(kills.state_of(0)[0])["serial"] == 2
+
+
+@pytest.mark.parametrize(
+    ("failing", "file", "serial", "words"),
+    [
+        (1, "model_step_2.2.safetensors", 2, "not saved"),
+        (2, "optim_step_2.2.safetensors", 2, "not saved"),
+        (3, "meta_step_2.json", 9, "complete, but a power cut may undo it"),
+    ],
+)
+def test_step_saved_again_is_never_lost_when_a_directory_cannot_be_flushed(
+    two_steps, monkeypatch, failing: int, file: str, serial: int, words: str
+) -> None:
+    """The flush follows the rename: at the third file the new data are what the meta file names."""
+    sync, calls = atomic.sync_directory, iter(range(1, 9))
+
+    def fail_once(directory: Path) -> None:
+        if next(calls) == failing:
+            raise OSError(errno.EIO, "Input/output error")
+        sync(directory)
+
+    monkeypatch.setattr(atomic, "sync_directory", fail_once)
+    with pytest.raises(OSError, match=rf"step 2 {words}.*Input/output error.*{file}"):
+        two_steps.save(*kills.state_of(9), step=2, extra_meta={"serial": 9})
+    assert two_steps.list_checkpoints() == [1, 2]
+    assert two_steps.load(kills.state_of(0)[0])["serial"] == serial
+    assert (two_steps.save_dir / file).exists() == (serial == 9)
+    two_steps.save(*kills.state_of(7), step=2, extra_meta={"serial": 7})
+    assert two_steps.load(kills.state_of(0)[0])["serial"] == 7
+    assert len(list(two_steps.save_dir.glob("*_step_2*"))) == 3
 
 
 def test_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
