@@ -138,14 +138,15 @@ def _run(
         windows = validation_windows(
             ready.data.validation, settings.validation_batches * ready.batch.micro_batch
         )
-        tokenizer = ready.data.tokenizer
+        tokenizer, sizes = ready.data.tokenizer, ready.data.sizes()
+        training_tokens = sizes["training_tokens"]
         validator = Validator(
             built.module,
             windows,
             ready.batch.micro_batch,
             world,
             tokenizer.token_byte_lengths() if tokenizer else None,
-            unigram_baseline(ready.data.train, windows, run.model.vocab_size),
+            unigram_baseline(ready.data.train, training_tokens, windows, run.model.vocab_size),
             built.autocast,
             settings.loss_chunk_size,
         )
@@ -158,8 +159,8 @@ def _run(
             parameters=built.model.num_parameters(),
             active_parameters=active,
             first_step=first,
-            train_tokens=ready.data.train.manifest.total_tokens,
-            validation_tokens=ready.data.validation.manifest.total_tokens,
+            train_tokens=training_tokens,
+            validation_tokens=sizes["held_out_tokens"],
             predicted_gib=ready.predicted_gib,
             limit_gib=ready.limit_gib,
             shows_mfu=reporter.flops_per_token_and_peak is not None,
@@ -182,7 +183,7 @@ def _run(
 
         changed = world.from_main(move_in)
         stack.callback(reporter.close)
-        reporter.open(**ready.data.sizes(), counting_loss=validator.unigram_loss)
+        reporter.open(**sizes, counting_loss=validator.unigram_loss)
         if ready.resumes:
             reporter.say(f"[resume] going on from step {first} in {directory}")
             if changed:

@@ -146,6 +146,7 @@ def validate(
 
 def unigram_baseline(
     dataset: "PretrainDataset",
+    training_tokens: int,
     windows: Int[Tensor, "S T_plus_1"],
     vocab_size: int,
     max_tokens: int = 4_000_000,
@@ -155,16 +156,16 @@ def unigram_baseline(
         −(1/n) Σ log p(t),   p(t) = (count(t) + 1) / (total + V)
 
     Args:
-        dataset: the training tokens to count in; evenly spread stretches when there are more than `max_tokens`.
+        dataset: where the training tokens are; they are counted in evenly spread stretches.
+        training_tokens: how many of its first tokens are trained on; what follows is held out.
         windows: the validation windows.
         vocab_size: V.
-        max_tokens: how many training tokens to count.
+        max_tokens: at most so many are counted.
     """
-    total = dataset.manifest.total_tokens
-    stretches = max(1, min(64, total // 1024))
-    length = min(total, max_tokens) // stretches
+    stretches = max(1, min(64, training_tokens // 1024))
+    length = min(training_tokens, max_tokens) // stretches
     counts = np.ones(vocab_size, dtype=np.int64)
-    for start in np.linspace(0, total - length, stretches).astype(int):
+    for start in np.linspace(0, training_tokens - length, stretches).astype(int):
         counts += np.bincount(dataset.tokens(int(start), int(start) + length), minlength=vocab_size)
     log_p = np.log(counts) - np.log(counts.sum())
     return float(-log_p[windows[:, 1:].numpy()].mean())

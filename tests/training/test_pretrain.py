@@ -1,12 +1,15 @@
 """The whole run: what it returns, what it leaves on disk, what it refuses before it writes anything."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from gptoss.data.shards import ShardWriter
 from gptoss.inference.generate import generate_with_result
 from gptoss.model.transformer import GPTOSS
 from gptoss.training.checkpoint import CheckpointManager
@@ -127,6 +130,24 @@ def test_near_misses_stand_among_the_retrieval_lines(text_run, prepared):
 def test_without_validation_shards_the_end_of_the_training_shards_is_held_out(small_run):
     result = pretrain(small_run(data={"validation_data_path": None}), progress=False, max_steps=1)
     assert len(result.validation) == 1
+
+
+def test_held_out_windows_are_no_training_text_in_plan_journal_and_baseline(
+    small_run, tmp_path, capsys
+):
+    """40,000 tokens are 1,249 windows of 32; 12 of them are held out, with a token that occurs nowhere else."""
+    shards = tmp_path / "shards"
+    tokens = np.tile(np.arange(63), 635)[:40_000]
+    tokens[1_237 * 32 :] = 63
+    with ShardWriter(shards, vocab_size=64, eos_token_id=0) as writer:
+        writer.write(tokens)
+    data = {"train_data_path": str(shards), "validation_data_path": None}
+    result = pretrain(small_run(data=data), max_steps=1)
+    assert "39,584 tokens to train on, 384 held out" in capsys.readouterr().out
+    begins = read_journal(tmp_path / "run" / "metrics.jsonl")[0]
+    assert (begins["training_tokens"], begins["held_out_tokens"]) == (39_584, 384)
+    counted = 38 * 1_041  # tokens, in 38 stretches
+    assert result.unigram_baseline == pytest.approx(math.log(counted + 64))
 
 
 def nothing_was_written(tmp_path) -> bool:

@@ -12,6 +12,7 @@ from gptoss.data.loader import PretrainDataset
 from gptoss.data.shards import ShardWriter
 from gptoss.model.transformer import GPTOSS
 from gptoss.training.distributed import World
+from gptoss.training.run_data import FirstWindows
 from gptoss.training.validation import (
     Validator,
     bits_per_byte,
@@ -43,7 +44,18 @@ def test_unigram_loss_by_hand(dataset):
     windows = torch.tensor([[0, 1, 1, 2, 3]])
     # Counts with one added each: 1, 76, 26, 1 of 104. Targets: 1, 1, 2, 3.
     expected = -(2 * math.log(76 / 104) + math.log(26 / 104) + math.log(1 / 104)) / 4
-    assert unigram_baseline(dataset, windows, 4) == pytest.approx(expected)
+    assert unigram_baseline(dataset, 100, windows, 4) == pytest.approx(expected)
+
+
+def test_the_unigram_baseline_does_not_count_held_out_tokens(tmp_path):
+    with ShardWriter(tmp_path, vocab_size=3, eos_token_id=0) as writer:
+        writer.write([1] * 80 + [2] * 21)
+    train = FirstWindows(tmp_path, 8, 2)  # 10 of 12 windows
+    # Counts with one added each: 1, 81, 1 of 83.
+    loss = unigram_baseline(train, 80, torch.tensor([[1, 1, 2]]), 3)
+    assert loss == pytest.approx(-(math.log(81 / 83) + math.log(1 / 83)) / 2)
+    sampled = unigram_baseline(train, 80, torch.tensor([[1, 1, 2]]), 3, max_tokens=40)
+    assert sampled == pytest.approx(-(math.log(41 / 43) + math.log(1 / 43)) / 2)
 
 
 def test_bits_per_byte_by_hand():
