@@ -179,9 +179,15 @@ class CheckpointManager:
                 set_random_state(tensors, saved_ranks[world.rank])
         return {**meta, "extra_state": _under(EXTRA, state)}
 
-    def latest_step(self) -> int | None:
-        """The newest step that is complete and undamaged, or None; newer ones that are not are logged."""
+    def latest_step(self, at_most: int | None = None) -> int | None:
+        """The newest step that is complete and undamaged, or None; newer ones that are not are logged.
+
+        Args:
+            at_most: look at this step and earlier ones only.
+        """
         for step in reversed(self._directory.steps()):
+            if at_most is not None and step > at_most:
+                continue
             fault = self._directory.fault(step)
             if fault is None:
                 return step

@@ -79,7 +79,7 @@ class Trainer:
         self.visited: int | None = (
             None  # the step at which validation, sample and save were last seen to
         )
-        self.saved: int | None = None
+        self.saved: int | None = None  # the step that was last saved or loaded
         # Steps of an earlier branch, when the run goes on from a step that is not the latest.
         self.superseded = [s for s in ready.checkpoints if s > ready.first_step]
         if ready.resumes:
@@ -157,11 +157,14 @@ class Trainer:
             self._roll_back()
 
     def _roll_back(self) -> None:
-        """Weights, optimiser and schedule as of the latest checkpoint; the data goes on behind what was refused."""
+        """Weights, optimiser and schedule as of the latest checkpoint; the data goes on behind what was refused.
+
+        The latest of this run: behind a chosen step, those of the branch that it left lie on the disk until the next save.
+        """
         while self.flight:
             self.flight.popleft()[0].wait()
         position, reached = self.data.position, self.step
-        step = self.world.from_main(self.manager.latest_step)
+        step = self.world.from_main(lambda: self.manager.latest_step(at_most=self.saved))
         if step is None:
             raise TrainingStopped(
                 f"{self.guard.max_consecutive} steps in a row were not finite and {self.settings.save_dir} holds no "
@@ -172,6 +175,7 @@ class Trainer:
         kept = max(0, step - self.first_step)
         del self.done.losses[kept:]
         self.done.validation = [v for v in self.done.validation if v.step <= step]
+        self.done.samples = [(at, text) for at, text in self.done.samples if at <= step]
         self.reporter.rewind(step)
         self.reporter.event("rollback", step, reached=reached, position=position)
         self.reporter.say(

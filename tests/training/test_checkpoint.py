@@ -299,6 +299,7 @@ def test_listing_deleting_and_keeping(tmp_path: Path) -> None:
         manager.save(model, optimizer, step)
     assert manager.list_checkpoints() == [3, 20, 100, 1000]
     assert manager.latest_step() == 1000
+    assert manager.latest_step(at_most=999) == 100
     manager.delete_checkpoint(1000)
     manager.delete_checkpoint(555)
     assert manager.latest_step() == 100

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,6 +157,41 @@ def test_nan_before_the_first_save_goes_back_to_the_beginning(small_run, monkeyp
     run = small_run()
     assert pretrain(run, progress=False).step == 10
     assert events(run, "rollback")[0]["step"] == 0
+
+
+def test_a_rollback_does_not_go_to_later_steps_of_a_branch_that_was_left(small_run, monkeypatch):
+    run = small_run(save_interval=2, total_steps=20)
+    pretrain(run, progress=False, max_steps=8)
+    Poison(monkeypatch, range(1, 6))  # step 3 is taken; steps 4, 6 and 8 are still on the disk
+    result = pretrain(run, resume=2, progress=False, max_steps=3)
+    (rollback,) = events(run, "rollback")
+    assert (rollback["step"], rollback["reached"]) == (2, 3)
+    assert (result.step, len(result.losses)) == (5, 3)
+    assert CheckpointManager(run.training.save_dir).list_checkpoints() == [0, 2, 4, 5]
+
+
+def test_a_rollback_passes_over_a_damaged_checkpoint(small_run, monkeypatch):
+    Poison(monkeypatch, range(7, 12))  # after step 7
+    run = small_run(save_interval=2)
+
+    def damage(step, _):
+        path = Path(run.training.save_dir) / "model_step_6.safetensors"
+        if step == 7 and not damage.done:
+            damage.done = True
+            path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+
+    damage.done = False
+    assert pretrain(run, progress=False, on_step=damage).step == 10
+    assert events(run, "rollback")[0]["step"] == 4
+
+
+def test_what_a_rollback_undoes_is_not_in_the_result(small_run, prepared, monkeypatch):
+    Poison(monkeypatch, range(7, 12))  # after step 7; the latest checkpoint is step 5
+    data = {"train_data_path": str(prepared), "validation_data_path": None}
+    run = small_run(model={"vocab_size": 320}, data=data, sample_interval=3, validation_interval=3)
+    result = pretrain(run, progress=False)
+    assert [step for step, _ in result.samples] == [3, 6, 9]
+    assert [entry.step for entry in result.validation] == [3, 6, 9, 10]
 
 
 def test_poisoned_weights_are_never_saved(small_run, monkeypatch):
