@@ -76,21 +76,22 @@ def _experts(
     from gptoss.kernels.rows import gather_rows, sum_rows
     from gptoss.kernels.swiglu_persistent import swiglu_persistent
 
-    tiles, k, width = choose(x).tiles, weights.shape[1], x.shape[1]
-    x, w1, w3, w2 = _padded(x, w1, w3, w2)
-    rows, row_weights = gather_rows(x, order, k, weights)
-    assert row_weights is not None
-    table = tile_table(counts, rows.shape[0], tiles["swiglu"].m)
-    hidden, gate_up = swiglu_persistent(
-        rows, table, w1, w3, tiles["swiglu"], row_weights=row_weights, keep=not recompute
-    )
-    if tiles["down"].m != table.tile_rows:
-        table = tile_table(counts, rows.shape[0], tiles["down"].m)
-    y = grouped_rows(hidden, table, (w2,), tiles["down"], transposed=True)
-    out = sum_rows(y, inverse, k)[:, :width].contiguous()
-    if gate_up is None:
-        return out, x.new_empty(0), x.new_empty(0), row_weights
-    return out, rows, gate_up, row_weights
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        tiles, k, width = choose(x).tiles, weights.shape[1], x.shape[1]
+        x, w1, w3, w2 = _padded(x, w1, w3, w2)
+        rows, row_weights = gather_rows(x, order, k, weights)
+        assert row_weights is not None
+        table = tile_table(counts, rows.shape[0], tiles["swiglu"].m)
+        hidden, gate_up = swiglu_persistent(
+            rows, table, w1, w3, tiles["swiglu"], row_weights=row_weights, keep=not recompute
+        )
+        if tiles["down"].m != table.tile_rows:
+            table = tile_table(counts, rows.shape[0], tiles["down"].m)
+        y = grouped_rows(hidden, table, (w2,), tiles["down"], transposed=True)
+        out = sum_rows(y, inverse, k)[:, :width].contiguous()
+        if gate_up is None:
+            return out, x.new_empty(0), x.new_empty(0), row_weights
+        return out, rows, gate_up, row_weights
 
 
 @_experts.register_fake
@@ -116,48 +117,49 @@ def _experts_backward(
     from gptoss.kernels.swiglu_derivative import swiglu_derivative
     from gptoss.kernels.swiglu_persistent import swiglu_derivative_recomputed
 
-    tiles, k = choose(x).tiles, weights.shape[1]
-    width, ffn = x.shape[1], w1.shape[1]
-    if order.shape[0] == 0:
-        dw1, dw3, dw2 = (w.new_zeros(w.shape) for w in (w1, w3, w2))
-        return x.new_empty(x.shape), weights.new_empty(weights.shape), dw1, dw3, dw2
-    x, w1, w3, w2 = _padded(x, w1, w3, w2)
-    (grad,) = _padded(grad)
-    d_y, _ = gather_rows(grad, order, k)
-    n_rows = d_y.shape[0]
-    table = tile_table(counts, n_rows, tiles["down"].m)
-    d_hidden = grouped_rows(d_y, table, (w2,), tiles["down"], transposed=False)
-    hidden: Tensor | None
-    if gate_up.numel():
-        d_gate_up, d_weights = swiglu_derivative(d_hidden, gate_up, row_weights, order, weights)
-        hidden = d_hidden
-    else:
-        rows, _ = gather_rows(x, order, k)
-        if tiles["swiglu_backward"].m != table.tile_rows:
-            table = tile_table(counts, n_rows, tiles["swiglu_backward"].m)
-        d_gate_up, hidden, parts = swiglu_derivative_recomputed(
-            d_hidden, rows, table, w1, w3, tiles["swiglu_backward"], row_weights=row_weights
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        tiles, k = choose(x).tiles, weights.shape[1]
+        width, ffn = x.shape[1], w1.shape[1]
+        if order.shape[0] == 0:
+            dw1, dw3, dw2 = (w.new_zeros(w.shape) for w in (w1, w3, w2))
+            return x.new_empty(x.shape), weights.new_empty(weights.shape), dw1, dw3, dw2
+        x, w1, w3, w2 = _padded(x, w1, w3, w2)
+        (grad,) = _padded(grad)
+        d_y, _ = gather_rows(grad, order, k)
+        n_rows = d_y.shape[0]
+        table = tile_table(counts, n_rows, tiles["down"].m)
+        d_hidden = grouped_rows(d_y, table, (w2,), tiles["down"], transposed=False)
+        hidden: Tensor | None
+        if gate_up.numel():
+            d_gate_up, d_weights = swiglu_derivative(d_hidden, gate_up, row_weights, order, weights)
+            hidden = d_hidden
+        else:
+            rows, _ = gather_rows(x, order, k)
+            if tiles["swiglu_backward"].m != table.tile_rows:
+                table = tile_table(counts, n_rows, tiles["swiglu_backward"].m)
+            d_gate_up, hidden, parts = swiglu_derivative_recomputed(
+                d_hidden, rows, table, w1, w3, tiles["swiglu_backward"], row_weights=row_weights
+            )
+            assert hidden is not None
+            assert parts is not None
+            d_weights = sum_parts(parts, order, weights)
+            del parts
+        del d_hidden
+        dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
+        dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
+        products = (Product(d_gate_up, rows, (dw1, dw3)), Product(d_y, hidden, (dw2,)))
+        grouped_weight_gradients(products, table, tiles["weights"])
+        del hidden, d_y, rows, products
+        if tiles["input"].m != table.tile_rows:
+            table = tile_table(counts, n_rows, tiles["input"].m)
+        d_rows = grouped_rows(d_gate_up, table, (w1, w3), tiles["input"], transposed=False)
+        return (
+            sum_rows(d_rows, inverse, k)[:, :width].contiguous(),
+            d_weights,
+            dw1[:, :ffn, :width].contiguous(),
+            dw3[:, :ffn, :width].contiguous(),
+            dw2[:, :width, :ffn].contiguous(),
         )
-        assert hidden is not None
-        assert parts is not None
-        d_weights = sum_parts(parts, order, weights)
-        del parts
-    del d_hidden
-    dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
-    dw1, dw3 = (torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in (w1, w3))
-    products = (Product(d_gate_up, rows, (dw1, dw3)), Product(d_y, hidden, (dw2,)))
-    grouped_weight_gradients(products, table, tiles["weights"])
-    del hidden, d_y, rows, products
-    if tiles["input"].m != table.tile_rows:
-        table = tile_table(counts, n_rows, tiles["input"].m)
-    d_rows = grouped_rows(d_gate_up, table, (w1, w3), tiles["input"], transposed=False)
-    return (
-        sum_rows(d_rows, inverse, k)[:, :width].contiguous(),
-        d_weights,
-        dw1[:, :ffn, :width].contiguous(),
-        dw3[:, :ffn, :width].contiguous(),
-        dw2[:, :width, :ffn].contiguous(),
-    )
 
 
 @_experts_backward.register_fake

@@ -46,11 +46,12 @@ def _order(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         return order, inverse, counts.zero_()
     padded = triton.next_power_of_2(n_experts)
     histogram = torch.empty(blocks, padded, dtype=torch.int32, device=flat.device)
-    _histogram_kernel[(blocks,)](flat, histogram, n_slots, E=padded, BLOCK=BLOCK)
-    _place_kernel[(blocks,)](
-        flat, histogram, order, inverse, counts, n_slots, n_experts, blocks,
-        E=padded, BLOCK=BLOCK, CHUNK=max(16, 4096 // padded),
-    )  # fmt: skip
+    with torch.cuda.device_of(flat):  # Triton launches on the current device
+        _histogram_kernel[(blocks,)](flat, histogram, n_slots, E=padded, BLOCK=BLOCK)
+        _place_kernel[(blocks,)](
+            flat, histogram, order, inverse, counts, n_slots, n_experts, blocks,
+            E=padded, BLOCK=BLOCK, CHUNK=max(16, 4096 // padded),
+        )  # fmt: skip
     return order, inverse, counts
 
 

@@ -89,27 +89,28 @@ def grouped_swiglu(
 
 @torch.library.custom_op("gptoss::grouped_swiglu", mutates_args=())
 def _swiglu(x: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, version: str) -> Tensor:
-    choice = choose(x, version)
-    if counts.device.type == "cpu":
-        rows_per_expert(counts, x.shape[0])
-    if choice.version == "documents":
-        from gptoss.kernels.swiglu_documents import swiglu_documents
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        choice = choose(x, version)
+        if counts.device.type == "cpu":
+            rows_per_expert(counts, x.shape[0])
+        if choice.version == "documents":
+            from gptoss.kernels.swiglu_documents import swiglu_documents
 
-        return swiglu_documents(x, counts, w1, w3)
-    if choice.version == "tuned":
-        from gptoss.kernels.swiglu_tuned import swiglu_tuned
+            return swiglu_documents(x, counts, w1, w3)
+        if choice.version == "tuned":
+            from gptoss.kernels.swiglu_tuned import swiglu_tuned
 
-        return swiglu_tuned(x, counts, w1, w3, choice.tiles["tuned"])
-    from gptoss.kernels.descriptors import pad_to_engine
-    from gptoss.kernels.expert_tiles import tile_table
-    from gptoss.kernels.swiglu_persistent import swiglu_persistent
+            return swiglu_tuned(x, counts, w1, w3, choice.tiles["tuned"])
+        from gptoss.kernels.descriptors import pad_to_engine
+        from gptoss.kernels.expert_tiles import tile_table
+        from gptoss.kernels.swiglu_persistent import swiglu_persistent
 
-    tiles, ffn = choice.tiles["swiglu"], w1.shape[1]
-    table = tile_table(counts, x.shape[0], tiles.m)
-    x = pad_to_engine(x, (1,))
-    w1, w3 = pad_to_engine(w1, (1, 2)), pad_to_engine(w3, (1, 2))
-    hidden, _ = swiglu_persistent(x, table, w1, w3, tiles)
-    return hidden[:, :ffn].contiguous()
+        tiles, ffn = choice.tiles["swiglu"], w1.shape[1]
+        table = tile_table(counts, x.shape[0], tiles.m)
+        x = pad_to_engine(x, (1,))
+        w1, w3 = pad_to_engine(w1, (1, 2)), pad_to_engine(w3, (1, 2))
+        hidden, _ = swiglu_persistent(x, table, w1, w3, tiles)
+        return hidden[:, :ffn].contiguous()
 
 
 @_swiglu.register_fake
@@ -123,7 +124,8 @@ def _swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from gptoss.kernels.swiglu_backward import swiglu_backward
 
-    return swiglu_backward(grad, x, counts, w1, w3, choose(x, version).tiles)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        return swiglu_backward(grad, x, counts, w1, w3, choose(x, version).tiles)
 
 
 @_swiglu_backward.register_fake
