@@ -99,7 +99,7 @@ def _evidence_of(
         elif kind == "validation":
             row = rows.setdefault(step, {"step": step})
             row["validation_loss"] = round(record["loss"], 5)
-            if "bits_per_byte" in record:
+            if record.get("bits_per_byte") is not None:  # null in older journals of token ids alone
                 row["bits_per_byte"] = round(record["bits_per_byte"], 5)
         elif kind == "forecast" and telling:
             rows[began].setdefault("forecast_tokens_per_s", round(record["tokens_per_second"]))

@@ -200,10 +200,9 @@ class Trainer:
     def _validate(self) -> None:
         entry = self.validator(self.step)
         self.done.validation.append(entry)
-        self.reporter.event(
-            "validation", self.step, loss=entry.loss, bits_per_byte=entry.bits_per_byte
-        )
         per_byte = entry.bits_per_byte
+        known = {} if per_byte is None else {"bits_per_byte": per_byte}
+        self.reporter.event("validation", self.step, loss=entry.loss, **known)
         self.reporter.say(
             f"[validation] step {self.step}: {entry.loss:.4f} nats a token"
             + (f", {per_byte:.4f} bits a byte" if per_byte is not None else "")

@@ -40,6 +40,17 @@ def test_a_row_holds_the_mean_since_the_row_before(tmp_path: Path) -> None:
     assert (fourth["loss"], fourth["tokens_per_s"]) == (1.5, 12)
 
 
+def test_a_run_without_a_tokenizer_has_no_bits_a_byte(tmp_path: Path) -> None:
+    """Older journals say null there, newer ones nothing."""
+    validation = {"event": "validation", "step": 1, "loss": 1.5}
+    logged = step(1, 4.0, tokens_per_second=10.0, seconds=20.0)
+    for told in ({}, {"bits_per_byte": None}):
+        write(tmp_path, [START, logged, validation | told])
+        (row,) = read_run(tmp_path, "training_x", "a run", "gptoss pretrain")["rows"]
+        assert row["validation_loss"] == 1.5
+        assert "bits_per_byte" not in row
+
+
 def test_a_run_that_does_not_say_where_it_was_made_is_refused(tmp_path: Path) -> None:
     write(tmp_path, [step(1, 1.0, tokens_per_second=1.0, seconds=1.0)])
     with pytest.raises(ValueError, match="on which machine"):

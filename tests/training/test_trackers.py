@@ -5,6 +5,9 @@ import types
 
 import pytest
 
+from gptoss.training import reporter
+from gptoss.training.journal import read_journal
+from gptoss.training.pretrain import pretrain
 from gptoss.training.trackers import open_trackers
 
 
@@ -77,6 +80,29 @@ def test_tensorboard_hides_what_is_behind_the_resumed_step(tmp_path):
     events.Reload()
     points = [(event.step, event.value) for event in events.Scalars("loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0)]
+
+
+def test_trackers_get_numbers_alone_where_no_tokenizer_tells_bytes(small_run, monkeypatch):
+    """TensorBoard takes nothing else."""
+
+    class Recorder:
+        def __init__(self):
+            self.points = []
+
+        def write(self, step, values):
+            self.points.append((step, dict(values)))
+
+        def close(self):
+            pass
+
+    tracker = Recorder()
+    monkeypatch.setattr(reporter, "open_trackers", lambda *_, **__: [tracker])
+    run = small_run()
+    result = pretrain(run, progress=False)
+    validation = [(step, v) for step, v in tracker.points if "validation/loss" in v]
+    assert validation == [(e.step, {"validation/loss": e.loss}) for e in result.validation]
+    records = read_journal(f"{run.training.save_dir}/metrics.jsonl")
+    assert not any("bits_per_byte" in record for record in records)
 
 
 def test_a_missing_tensorboard_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
