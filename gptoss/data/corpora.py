@@ -71,7 +71,11 @@ class Corpus:
     about: tuple[dict[str, Any], ...] = ()
 
 
-def open_corpus(source: str | Path | Sequence[str | Path], column: str = "text") -> Corpus:
+def open_corpus(
+    source: str | Path | Sequence[str | Path],
+    column: str = "text",
+    leave_out: str | Path | None = None,
+) -> Corpus:
     """Find what a source names.
 
     A document's key is made of its file's name, and of the first name where several files, of one source or of several,
@@ -85,17 +89,22 @@ def open_corpus(source: str | Path | Sequence[str | Path], column: str = "text")
             a folder            every text, code, .jsonl and .parquet file in it, hidden folders left out;
             a file or a glob    "books/*.txt", "data/**/*.parquet".
         column: the field with the text in JSONL, Parquet and Hugging Face datasets.
+        leave_out: a folder whose files no folder or glob among the sources lists: the one that is written to.
 
     Raises:
-        ValueError: nothing found under that name; one line says what was looked for.
+        ValueError: a blank name, or nothing found under it; one line says what was looked for.
 
     Source: chapter 13.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     if not sources:
         raise ValueError('no source of text was given: expected "stdlib", a folder, a file, ...')
+    if not all(str(one).strip() for one in sources):
+        raise ValueError(
+            'a source is blank: expected "stdlib", a folder, a file, ...; "." is the current folder'
+        )
     equal = EqualFiles()
-    corpora = [_open_one(str(one), column, equal) for one in sources]
+    corpora = [_open_one(str(one), column, equal, leave_out) for one in sources]
     if len(corpora) == 1:
         return corpora[0]
     sizes = [corpus.size_bytes for corpus in corpora]
@@ -148,7 +157,7 @@ def package_licence(name: str) -> dict[str, str]:
     return {"version": "", "licence": ""}
 
 
-def _open_one(source: str, column: str, equal: EqualFiles) -> Corpus:
+def _open_one(source: str, column: str, equal: EqualFiles, leave_out: str | Path | None) -> Corpus:
     kind, _, rest = source.partition(":")
     about: dict[str, Any] = {"source": source}
     if kind == "hf" and rest:
@@ -165,7 +174,7 @@ def _open_one(source: str, column: str, equal: EqualFiles) -> Corpus:
         files = package_files(rest)
         about |= package_licence(rest)
     else:
-        files = _listed_files(source)
+        files = _listed_files(source, leave_out)
     files = [(name, path) for name, path in files if path.stat().st_size]
     if not files:
         raise ValueError(
@@ -184,22 +193,27 @@ def _open_one(source: str, column: str, equal: EqualFiles) -> Corpus:
     )
 
 
-def _listed_files(source: str) -> list[tuple[str, Path]]:
+def _listed_files(source: str, leave_out: str | Path | None) -> list[tuple[str, Path]]:
     path = Path(source).expanduser()
     if path.is_file():
         return [(path.name, path)]
     if path.is_dir():
-        return [
+        found = [
             (name, file)
             for name, file in _walk(path, skip=lambda folder: folder in BUILT_FOLDERS)
             if file.suffix.lower() in TEXT_SUFFIXES
         ]
-    if glob.has_magic(source):
+    elif glob.has_magic(source):
         matches = glob.glob(str(path), recursive=True)
-        return sorted((Path(m).as_posix(), Path(m)) for m in matches if Path(m).is_file())
-    raise ValueError(
-        f"{source}: no such file or folder; a source is a folder, a file, a glob, stdlib, package:NAME or hf:NAME"
-    )
+        found = sorted((Path(m).as_posix(), Path(m)) for m in matches if Path(m).is_file())
+    else:
+        raise ValueError(
+            f"{source}: no such file or folder; a source is a folder, a file, a glob, stdlib, package:NAME or hf:NAME"
+        )
+    if leave_out is None:
+        return found
+    outside = Path(leave_out).resolve()
+    return [(name, file) for name, file in found if not file.resolve().is_relative_to(outside)]
 
 
 def _python_files(root: Path) -> list[tuple[str, Path]]:

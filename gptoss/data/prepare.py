@@ -67,7 +67,7 @@ def prepare(
 
     Args:
         source: what `open_corpus` takes: "stdlib", "package:NAME", "hf:NAME:CONFIG", a folder, a file, a glob, a list.
-        out_dir: made if missing.
+        out_dir: made if missing; where it lies inside a source, what it holds is not read.
         tokenizer: a Tokenizer or the path of any tokenizer.json; None trains one on a sample of the training documents.
         vocab_size: of the tokenizer to train.
         val_fraction: share of documents held out, chosen by a hash of the document's key (its file's name, the first
@@ -94,7 +94,10 @@ def prepare(
     for name, value in (("processes", processes), ("tokenizer_bytes", tokenizer_bytes)):
         if value < 1:
             raise ValueError(f"{name} = {value}: must be positive")
-    corpus = open_corpus(source, column)
+    out = Path(out_dir)
+    if out.is_dir() and not (out / STATE).exists() and any(map(_is_foreign, out.iterdir())):
+        raise ValueError(f"{out}: holds other files; choose an empty or a new directory")
+    corpus = open_corpus(source, column, leave_out=out)
     given = Tokenizer.load(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     settings = {
         "source": corpus.name,
@@ -108,9 +111,6 @@ def prepare(
         "shard_tokens": shard_tokens,
         "format_version": FORMAT_VERSION,
     }
-    out = Path(out_dir)
-    if out.is_dir() and not (out / STATE).exists() and any(map(_is_foreign, out.iterdir())):
-        raise ValueError(f"{out}: holds other files; choose an empty or a new directory")
     out.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(out / LOCK, timeout=0)
     try:
@@ -271,14 +271,12 @@ def _read_state(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{path}: damaged; delete {path.parent} and prepare again") from error
     for key, value in settings.items():
         if before.get(key) != value:
-            what = (
-                "files that have changed since, or by another rule for the split"
-                if key == "fingerprint"
-                else f"{key} = {before.get(key)!r}"
-            )
+            what = {  # hashes, which would tell a reader nothing
+                "fingerprint": "from files that have changed since, or by another rule for the split",
+                "tokenizer": "with another tokenizer",
+            }.get(key, f"from {key} = {before.get(key)!r}, now asked for {value!r}")
             raise ValueError(
-                f"{path.parent}: was prepared from {what}, now asked for {value!r}; choose another directory or "
-                "delete this one"
+                f"{path.parent}: was prepared {what}; choose another directory or delete this one"
             )
     return state
 

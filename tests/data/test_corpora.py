@@ -266,6 +266,8 @@ def test_the_fingerprint_follows_names_and_sizes(folder):
         ("nowhere/at/all", "no such file or folder"),
         ("*.nothing", "nothing to read"),
         ([], "no source of text was given"),
+        ("", 'a source is blank: expected "stdlib", a folder, a file'),
+        (["stdlib", " "], "a source is blank"),
     ],
 )
 def test_what_cannot_be_found_is_said_in_one_line(source, message):

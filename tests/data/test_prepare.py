@@ -251,8 +251,34 @@ def test_other_settings_or_changed_files_are_refused(corpus, prepared, tmp_path)
     shutil.copytree(corpus, copy)
     first = prepare(copy, tmp_path / "copied", **SETTINGS)
     (copy / "00.txt").write_text("changed its length")
-    with pytest.raises(ValueError, match="files that have changed since"):
+    with pytest.raises(ValueError, match="files that have changed since") as changed:
         prepare(copy, first.train.parent, **SETTINGS)
+    other = train_tokenizer(["x"], 257)
+    with pytest.raises(
+        ValueError, match="was prepared with another tokenizer; choose"
+    ) as tokenizer:
+        prepare(corpus, out, tokenizer=other, val_fraction=0.2, shard_tokens=700)
+    for error in (changed, tokenizer):
+        assert "delete this one" in str(error.value)
+        assert "now asked for" not in str(error.value)  # a hash tells a reader nothing
+
+
+@pytest.mark.parametrize("source", ["", "**/*"])
+def test_a_directory_inside_its_own_source_is_not_read(corpus, tmp_path, source):
+    copy = tmp_path / "copy"
+    shutil.copytree(corpus, copy)
+    source, out = f"{copy}/{source}", copy / "data" / "mine"
+    outside = prepare(source, tmp_path / "outside", **SETTINGS)
+    first = prepare(source, out, **SETTINGS)
+    assert prepare(source, out, **SETTINGS) == first
+    assert contents(out) == contents(outside.train.parent)
+
+
+def test_a_folder_prepared_into_itself_is_refused(corpus, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(corpus, copy)
+    with pytest.raises(ValueError, match="holds other files; choose an empty or a new directory"):
+        prepare(copy, copy, **SETTINGS)
 
 
 def test_a_directory_with_other_files_is_left_alone(corpus, tmp_path):
