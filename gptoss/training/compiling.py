@@ -52,6 +52,16 @@ def compile_blocks(model: GPTOSS, mode: str, device: torch.device) -> None:
         block.forward = torch.compile(MethodType(forward, block), fullgraph=True, mode=chosen)
 
 
+def drop_compiled_blocks(model: GPTOSS) -> None:
+    """Give each block its plain forward back, for good; what DDP and FSDP2 hook around a block stays.
+
+    Args:
+        model: changed in place. Blocks that were never compiled stay as they are.
+    """
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+
+
 @contextmanager
 def eager_blocks(model: GPTOSS) -> Iterator[None]:
     """Run the blocks uncompiled for a while: a sample's many lengths are not worth compiling for."""

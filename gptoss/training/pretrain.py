@@ -14,6 +14,7 @@ from gptoss.config import RunConfig
 from gptoss.data.tokenizers import Tokenizer
 from gptoss.model.transformer import GPTOSS
 from gptoss.training.assembly import assemble
+from gptoss.training.compiling import drop_compiled_blocks
 from gptoss.training.directory_lock import hold_directory
 from gptoss.training.distributed import World, join_world
 from gptoss.training.interrupt import stop_on_signal
@@ -45,7 +46,7 @@ class PretrainResult:
         tokens_per_second: all processes together, in the last logged interval; None before the first.
         checkpoint_dir: where the checkpoints, config.json, tokenizer.json and metrics.jsonl are.
         tokenizer: None when the shards came without one.
-        model: the trained model, plain (with FSDP2 it is sharded).
+        model: the trained model, plain: not compiled, not wrapped (with FSDP2 it is sharded).
         samples: (step, text) of each sample.
         stopped_by: "Ctrl-C", "SIGTERM" or "another process" (that got either) when the run was asked to end, else None.
         peak_memory_gib: of this process's GPU; None on a CPU.
@@ -199,6 +200,7 @@ def _run(
         else:
             reporter.say(f"[done] step {trainer.step} of {total} is saved in {directory}")
         interval = reporter.logger.last
+        drop_compiled_blocks(built.model)  # whoever asks it for text would compile for each length
         return PretrainResult(
             step=trainer.step,
             first_step=first,

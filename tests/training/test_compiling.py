@@ -7,8 +7,15 @@ import torch
 from small_run import SMALL_MODEL
 
 from gptoss.config import ModelConfig
+from gptoss.model.moe import expert_load
 from gptoss.model.transformer import GPTOSS
-from gptoss.training.compiling import block_compile_mode, compile_blocks, eager_blocks
+from gptoss.training.compiling import (
+    block_compile_mode,
+    compile_blocks,
+    drop_compiled_blocks,
+    eager_blocks,
+)
+from gptoss.training.pretrain import pretrain
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -110,3 +117,47 @@ def test_eager_blocks_come_back_compiled():
     with eager_blocks(model):
         assert all("forward" not in block.__dict__ for block in model.blocks)
     assert [block.forward for block in model.blocks] == compiled
+
+
+def test_expert_load_of_compiled_blocks_is_that_of_plain_ones(captured):
+    """A graph that was compiled before the hooks knows nothing of them."""
+    model, tokens = GPTOSS(ModelConfig(**SMALL_MODEL)).eval(), torch.randint(0, 64, (2, 16))
+    expected = expert_load(model, tokens)
+    compile_blocks(model, "default", CPU)
+    with torch.no_grad():
+        model(tokens, last_only=True)
+    graphs = len(captured)
+    assert graphs
+    assert torch.equal(expert_load(model, tokens), expected)
+    with torch.no_grad():
+        model(tokens, last_only=True)  # compiled as before, and not again
+    assert len(captured) == graphs
+
+
+def test_dropped_blocks_are_plain_for_good(captured):
+    model, tokens = GPTOSS(ModelConfig(**SMALL_MODEL)), torch.randint(0, 64, (2, 16))
+    compile_blocks(model, "default", CPU)
+    drop_compiled_blocks(model)
+    drop_compiled_blocks(model)  # twice is fine
+    model(tokens)
+    assert not captured
+
+
+def test_a_run_returns_its_model_with_plain_blocks(captured, small_run):
+    """Each length of a text would be compiled for: 24 s for a dozen tokens."""
+    graphs_at_step = []
+    result = pretrain(
+        small_run(compile=True),
+        progress=False,
+        max_steps=2,
+        on_step=lambda step, result: graphs_at_step.append(len(captured)),
+    )
+    assert graphs_at_step[0] > 0  # the steps were compiled
+    graphs = len(captured)
+    with torch.no_grad():
+        for length in (3, 5):
+            result.model(torch.randint(0, 64, (1, length)))
+    result.model(torch.randint(0, 64, (1, 4)))[0].sum().backward()
+    assert len(captured) == graphs
+    assert pretrain(small_run(compile=True), progress=False, max_steps=1).step == 3
+    assert len(captured) > graphs  # a call that goes on compiles again

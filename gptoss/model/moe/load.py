@@ -14,8 +14,8 @@ from .router import MoERouter
 def routed_experts(model: nn.Module, idx: Int[Tensor, "B T"]) -> Int[Tensor, "L B T k"]:
     """The experts that each layer chose for each token, largest weight first.
 
-    Runs one forward pass and leaves the model as it was: the layers themselves keep no counters, so checkpointed
-    recomputation counts nothing twice.
+    Runs one forward pass, eager even where blocks are compiled (flex_attention is then dense, B·H·T·T scores), and leaves
+    the model as it was: the layers themselves keep no counters, so checkpointed recomputation counts nothing twice.
 
     Args:
         model: a `GPTOSS`.
@@ -30,7 +30,9 @@ def routed_experts(model: nn.Module, idx: Int[Tensor, "B T"]) -> Int[Tensor, "L 
         for router in routers
     ]
     try:
-        model(idx, last_only=True)
+        # A graph that was compiled before the hooks does not call them.
+        with torch.compiler.set_stance("force_eager"):
+            model(idx, last_only=True)
     finally:
         for handle in handles:
             handle.remove()
