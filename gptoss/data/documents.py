@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ class FileReader(Iterator[Document]):
     .jsonl and .ndjson files hold one JSON object a line, .parquet files one row, each with the text in `column`; their
     key is the text's hash, so that equal texts fall on the same side of a split. Any other file is text in UTF-8 (a byte
     that is not becomes U+FFFD); `key` makes its key. A text file above 1 MiB is read in pieces of about that size cut
-    at line ends, each a document of its own, so that one large file can be split.
+    at line ends (a line longer than that between two characters), each a document of its own, so that one large file
+    can be split.
 
     Args:
         files: (name, path) pairs.
@@ -142,9 +144,19 @@ def _text_documents(key: str, path: Path) -> Iterator[Document]:
         while data := file.read(PIECE_BYTES):
             if len(data) == PIECE_BYTES:
                 data += file.readline(PIECE_BYTES)
+                if not data.endswith(b"\n"):
+                    data += _rest_of_character(file)
             piece_key = key if number == 0 else f"{key}#{number}"
             yield Document(piece_key, data.decode("utf-8", errors="replace"))
             number += 1
+
+
+def _rest_of_character(file: BufferedReader) -> bytes:
+    """The bytes, at most 3, that are still to come of the UTF-8 character inside which reading stopped: 10xxxxxx."""
+    rest = b""
+    while len(rest) < 3 and b"\x80" <= file.peek(1)[:1] <= b"\xbf":
+        rest += file.read(1)
+    return rest
 
 
 def _jsonl_documents(path: Path, column: str) -> Iterator[Document]:

@@ -239,6 +239,27 @@ def test_a_large_text_file_comes_in_pieces_cut_at_lines(tmp_path):
     assert len({d.key for d in open_corpus(tmp_path).read(None)}) == 3
 
 
+@pytest.mark.parametrize("character", ["é", "日", "🙂"])
+def test_a_line_longer_than_a_piece_is_cut_between_characters(tmp_path, character):
+    for before in range(len(character.encode())):
+        text = "x" * before + character * (5 * PIECE_BYTES // len(character.encode()))
+        (tmp_path / "line.txt").write_text(text)
+        pieces = texts(open_corpus(tmp_path))
+        assert len(pieces) == 3
+        assert "".join(pieces) == text
+
+
+def test_bytes_that_are_not_utf8_do_not_lengthen_a_piece(tmp_path):
+    """At a line's end, where nothing is cut, and beyond the three bytes that may belong to a character."""
+    line = b"x" * (PIECE_BYTES + 9) + b"\n"
+    (tmp_path / "a.txt").write_bytes(line + b"\x80" * (3 * PIECE_BYTES))
+    assert [len(piece) for piece in texts(open_corpus(tmp_path))] == [
+        len(line),
+        2 * PIECE_BYTES + 3,
+        PIECE_BYTES - 3,
+    ]
+
+
 def test_reading_keeps_one_piece_in_memory(tmp_path):
     (tmp_path / "large.txt").write_text("0123456789\n" * 3_000_000)  # 33 MB
     write_jsonl(tmp_path / "rows.jsonl", ({"text": "x" * 1000} for _ in range(10_000)))
