@@ -76,15 +76,14 @@ class Trainer:
         self.first_step = self.step = ready.first_step
         self.done = Progress()
         self.stopping = False
-        self.visited: int | None = (
-            None  # the step at which validation, sample and save were last seen to
-        )
+        # The step at which validation, sample and save were last seen to; nothing is due where a run begins.
+        self.visited = ready.first_step
         self.saved: int | None = None  # the step that was last saved or loaded
         # Steps of an earlier branch, when the run goes on from a step that is not the latest.
         self.superseded = [s for s in ready.checkpoints if s > ready.first_step]
         if ready.resumes:
             self._load(ready.first_step)
-            self.visited = self.saved = ready.first_step
+            self.saved = ready.first_step
 
     def train(self, last_step: int) -> Progress:
         """Take steps until `last_step` or until asked to end; the model is saved on the way out.

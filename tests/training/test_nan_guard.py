@@ -79,6 +79,15 @@ def test_one_nan_gradient_is_skipped_and_the_run_completes(small_run, monkeypatc
 
 
 @pytest.mark.usefixtures("lag")
+def test_nothing_is_due_at_step_0_where_the_first_step_is_refused(small_run, monkeypatch):
+    Poison(monkeypatch, [0])
+    run = small_run()
+    result = pretrain(run, progress=False, max_steps=2)
+    assert [entry.step for entry in result.validation] == [2]
+    assert [e["step"] for e in events(run, "validation")] == [2]
+
+
+@pytest.mark.usefixtures("lag")
 def test_learning_rate_does_not_advance_with_a_refused_step(small_run, monkeypatch):
     clean = small_run("clean")
     pretrain(clean, progress=False)
