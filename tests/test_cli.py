@@ -317,6 +317,22 @@ def test_nothing_to_measure_is_a_usage_error(capsys, arguments):
     assert f"Invalid value for '{arguments[-2]}'" in err
 
 
+def test_step_time_runs_the_configured_kernels(capsys, config_file, monkeypatch):
+    settings = yaml.safe_load(config_file.read_text())
+    settings["model"] |= {"attention_backend": "reference", "moe_dispatch": "stacked"}
+    config_file.write_text(yaml.safe_dump(settings))
+    measured = []
+
+    def measure(variants, **_):
+        measured.extend(variants)
+        return {"rows": [{}]}
+
+    monkeypatch.setattr("gptoss.bench.step.measure", measure)
+    monkeypatch.setattr("gptoss.bench.evidence.format_table", str)
+    assert run(capsys, "step-time", "--config", config_file)[0] == 0
+    assert [(v.attention, v.dispatch) for v in measured] == [("reference", "stacked")]
+
+
 def test_a_step_that_cannot_be_timed_says_why_and_fails(capsys):
     once = ("step-time", "--config", "tiny", "--steps", 1)
     for option, words in (("--dispatch=foo", "moe_dispatch = 'foo'"), ("--cuda-graph", "on cpu")):

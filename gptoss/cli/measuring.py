@@ -186,8 +186,10 @@ def step_time(
     from gptoss.config import load_config
 
     config = config or step.default_config()
+    configured = load_config(config).model
     variant = step.Variant(
-        dispatch=dispatch or load_config(config).model.moe_dispatch,
+        dispatch=dispatch or configured.moe_dispatch,
+        attention=configured.attention_backend,
         batch=batch_size,
         every=every,
         cuda_graph=cuda_graph,
