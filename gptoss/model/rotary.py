@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from gptoss.config import ROPE_MODES
+
 
 def apply_rope(
     x: Float[Tensor, "B H T D"],
@@ -25,18 +27,20 @@ def apply_rope(
 
     Args:
         x: queries or keys.
-        cos, sin: tables from `YaRNRoPE`, (T, D/2) for one set of positions or (B, T, D/2) for one a row. They are cast
-            to x's dtype last, so that q, k and v keep one dtype.
+        cos, sin: tables from `YaRNRoPE`, (T, D/2) for one set of positions or (B, T, D/2) for one a row; a batch of
+            one serves every row. They are cast to x's dtype last, so that q, k and v keep one dtype.
 
     Raises:
-        ValueError: the tables do not fit x.
+        ValueError: the tables do not fit x, or differ in shape.
 
     Source: Su et al. (2021), equation 34; chapter 8.
     """
-    if cos.shape[-2:] != (x.shape[-2], x.shape[-1] // 2):
+    B, table = x.shape[0], (x.shape[-2], x.shape[-1] // 2)
+    fits = cos.shape == table or cos.shape == (B, *table) or cos.shape == (1, *table)
+    if not fits or sin.shape != cos.shape:
         raise ValueError(
-            f"rotary tables for x {tuple(x.shape)}: expected (..., {x.shape[-2]}, {x.shape[-1] // 2}), "
-            f"got {tuple(cos.shape)}; compute them for these positions"
+            f"rotary tables for x {tuple(x.shape)}: expected cos and sin {table} or {(B, *table)}, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}; compute them for these positions"
         )
     if cos.dim() == 3:  # (B, T, D/2) -> (B, 1, T, D/2)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -141,6 +145,9 @@ class YaRNRoPE(nn.Module):
     """Tables of cos and sin for any positions, plain or YaRN by a run-time setting (chapter 8).
 
     `mode` is "plain" or "yarn". It is one for a whole sequence, because cached keys are already rotated.
+
+    Raises:
+        ValueError: an unknown mode, or a setting that `compute_yarn_freqs` refuses.
     """
 
     def __init__(
@@ -175,11 +182,18 @@ class YaRNRoPE(nn.Module):
     def frequencies(
         self, device: torch.device | None = None, mode: str | None = None
     ) -> Float[Tensor, "D_half"]:
-        """Radians a token of each pair, float64, in the given mode or the current one."""
+        """Radians a token of each pair, float64, in the given mode or the current one.
+
+        Raises:
+            ValueError: an unknown mode.
+        """
+        mode = self.mode if mode is None else mode
+        if mode not in ROPE_MODES:
+            raise ValueError(f"rope mode {mode!r}: expected one of {', '.join(ROPE_MODES)}")
         return compute_yarn_freqs(
             self.head_dim,
             self.theta,
-            1 if (mode or self.mode) == "plain" else self.scale_factor,
+            1 if mode == "plain" else self.scale_factor,
             self.original_max_seq_len,
             self.target_seq_len,
             self.beta_fast,
@@ -205,13 +219,13 @@ class YaRNRoPE(nn.Module):
             mode: "plain" or "yarn" for this call; the current mode when left out.
 
         Raises:
-            ValueError: n_pruned_dims outside [0, D/2].
+            ValueError: n_pruned_dims outside [0, D/2], or an unknown mode.
         """
         if not 0 <= n_pruned_dims <= self.head_dim // 2:
             raise ValueError(
                 f"n_pruned_dims = {n_pruned_dims}: expected 0 to {self.head_dim // 2} rotary pairs"
             )
-        mode = mode or self.mode
+        mode = self.mode if mode is None else mode
         angles = positions.double().unsqueeze(-1) * self.frequencies(positions.device, mode)
         sharpens = mode == "yarn" and self.use_mscale
         mscale = compute_yarn_mscale(self.scale_factor) if sharpens else 1.0

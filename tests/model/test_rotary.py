@@ -212,3 +212,40 @@ def test_tables_of_other_positions_are_refused() -> None:
     cos, sin = YaRNRoPE(*PRODUCTION)(torch.arange(5))
     with pytest.raises(ValueError, match="rotary tables"):
         apply_rope(torch.randn(1, 2, 6, 96), cos, sin)
+
+
+@pytest.mark.parametrize(
+    ("cos", "sin"),
+    [
+        ((3, 5, 48), (3, 5, 48)),  # three rows of positions for a batch of two
+        ((2, 5, 48), (1, 5, 48)),
+        ((5, 48), (5, 1)),
+        ((5, 48), (2, 5, 48)),
+        ((1, 1, 5, 48), (1, 1, 5, 48)),
+    ],
+)
+def test_tables_of_another_batch_or_of_two_shapes_are_refused(
+    cos: tuple[int, ...], sin: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match=r"expected cos and sin \(5, 48\) or \(2, 5, 48\), got"):
+        apply_rope(torch.randn(2, 4, 5, 96), torch.ones(cos), torch.ones(sin))
+
+
+def test_tables_of_one_row_serve_the_whole_batch() -> None:
+    x, rope = torch.randn(2, 4, 5, 96), YaRNRoPE(*PRODUCTION)
+    one, row = rope(torch.arange(5)), rope(torch.arange(5)[None])
+    assert torch.equal(apply_rope(x, *row), apply_rope(x, *one))
+
+
+@pytest.mark.parametrize("mode", ["YaRN", "none", ""])
+def test_an_unknown_mode_is_refused_wherever_it_comes_in(mode: str) -> None:
+    rope, positions = YaRNRoPE(*PRODUCTION), torch.arange(3)
+    with pytest.raises(ValueError, match="expected one of plain, yarn"):
+        YaRNRoPE(*PRODUCTION, mode=mode)
+    with pytest.raises(ValueError, match="expected one of plain, yarn"):
+        rope(positions, mode=mode)
+    with pytest.raises(ValueError, match="expected one of plain, yarn"):
+        rope.frequencies(mode=mode)
+    rope.mode = mode
+    with pytest.raises(ValueError, match="expected one of plain, yarn"):
+        rope(positions)
