@@ -85,7 +85,7 @@ def load_slider(
         HTML with its style and script inside, for `IPython.display.HTML`. One a page.
 
     Raises:
-        ValueError: no token, rows of different lengths, or a k that leaves no choice.
+        ValueError: no token, rows of different lengths, a k that leaves no choice, or a start that its slider does not reach.
 
     Source: chapter 9.
     """
@@ -97,6 +97,10 @@ def load_slider(
     n_experts = widths.pop()
     if not 0 < k < n_experts:
         raise ValueError(f"k must lie between 1 and {n_experts - 1}; got {k}")
+    if not 0 <= head_start <= 6 or not 1 / 8 <= temperature <= 8:
+        raise ValueError(
+            f"head_start must lie in 0..6 and temperature in 1/8..8; got {head_start} and {temperature}: the sliders end there"
+        )
     slots, mean = _load(logits, k, head_start, temperature)
     loss = n_experts * sum(f * p for f, p in zip(slots, mean, strict=True))
     rows = "".join(

@@ -64,7 +64,7 @@ def sink_slider(cases: dict[str, Sequence[float]], b: float = 2.0) -> str:
         HTML with its style and script inside, for `IPython.display.HTML`. One a page.
 
     Raises:
-        ValueError: no case, or cases of different lengths.
+        ValueError: no case, cases of different lengths, or a b that the slider does not reach.
 
     Source: chapter 7.
     """
@@ -73,6 +73,8 @@ def sink_slider(cases: dict[str, Sequence[float]], b: float = 2.0) -> str:
         raise ValueError(
             f"cases must be one or more lists of scores of one length; got lengths {sorted(lengths)}"
         )
+    if not -10 <= b <= 15:
+        raise ValueError(f"b must lie in -10..15; got {b}: the slider ends there")
     first = next(iter(cases.values()))
     terms = [math.exp(score) for score in (*first, b)]
     names = [f"key {j}" for j in range(len(first))] + ["sink"]

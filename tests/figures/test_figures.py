@@ -239,6 +239,14 @@ def test_sink_slider_wants_cases_of_one_length() -> None:
         figures.sink_slider({"one": [0.0], "two": [0.0, 1.0]})
 
 
+@pytest.mark.parametrize("b", [800.0, -10.5, 15.5, float("nan")])
+def test_sink_slider_wants_a_logit_that_it_reaches(b: float) -> None:
+    with pytest.raises(ValueError, match=r"b must lie in -10\.\.15"):
+        figures.sink_slider({"equal": [0.0]}, b=b)
+    for end in (-10.0, 15.0):
+        assert f'value="{end}"' in figures.sink_slider({"equal": [0.0]}, b=end)
+
+
 def test_notation_page_shows_the_palette() -> None:
     page = (Path(__file__).parents[2] / "book" / "notation.md").read_text(encoding="utf-8")
     for meaning, color in figures.COLORS.items():

@@ -57,3 +57,24 @@ def test_temperature_moves_probability_and_never_the_slots() -> None:
 def test_wrong_input_is_named(logits: list[list[float]], k: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_slider(logits, k)
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        ({"temperature": 0.0}, "got 0.0 and 0.0"),
+        ({"temperature": 9.0}, "got 0.0 and 9.0"),
+        ({"temperature": float("nan")}, "got 0.0 and nan"),
+        ({"head_start": -0.1}, "got -0.1 and 1.0"),
+        ({"head_start": 6.5}, "got 6.5 and 1.0"),
+    ],
+)
+def test_a_start_that_no_slider_reaches_is_refused(start: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_slider(TWO_TOKENS, 2, **start)
+
+
+@pytest.mark.parametrize(("head_start", "temperature"), [(0.0, 0.125), (6.0, 8.0)])
+def test_the_sliders_ends_are_starts_too(head_start: float, temperature: float) -> None:
+    page = load_slider(TWO_TOKENS, 2, head_start, temperature)
+    assert f'value="{head_start}"' in page
