@@ -14,6 +14,9 @@ class Tracker(Protocol):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Keep some values of one step."""
 
+    def rewind(self, step: int) -> None:
+        """The run goes back to a step: forget what was kept behind it, where that can be."""
+
     def close(self) -> None:
         """Finish."""
 

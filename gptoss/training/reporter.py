@@ -161,6 +161,8 @@ class Reporter:
         """The run goes back to a step: what was written behind it is forgotten."""
         if self._journal:
             self._journal.rewind(step)
+        for tracker in self.logger.trackers:
+            tracker.rewind(step)
         self.logger.restart()
 
     def sync(self) -> None:

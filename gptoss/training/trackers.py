@@ -20,22 +20,25 @@ class TensorBoardTracker:
     """
 
     def __init__(self, directory: Path, step: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "training.tensorboard: TensorBoard is not installed; pip install tensorboard"
-            ) from error
-        self._writer = SummaryWriter(str(directory), purge_step=step + 1)
+        self._directory = directory
+        self._writer = self._open(step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to each named curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def rewind(self, step: int) -> None:
+        """Go on in a new file, which hides what the earlier ones hold behind a step."""
+        self._writer.close()
+        self._writer = self._open(step)
+
     def close(self) -> None:
         """Flush and close the files."""
         self._writer.close()
+
+    def _open(self, step: int) -> Any:
+        return summary_writer()(str(self._directory), purge_step=step + 1)
 
 
 class WandbTracker:
@@ -59,12 +62,31 @@ class WandbTracker:
         memory.write_text(f"{self._run.id}\n")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one step. Steps that W&B has seen before a resume are ignored by it."""
+        """Log one step. Steps that W&B has seen before a resume or a rollback are ignored by it."""
         self._run.log(dict(values), step=step)
+
+    def rewind(self, step: int) -> None:
+        """Nothing: W&B takes no value back, so the steps behind this one keep what they have."""
 
     def close(self) -> None:
         """Tell W&B that the run ended."""
         self._run.finish()
+
+
+def summary_writer() -> Any:
+    """TensorBoard's writer class.
+
+    Raises:
+        ValueError: TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            "training.tensorboard: TensorBoard is not installed; pip install tensorboard, or set "
+            "training.tensorboard=false"
+        ) from error
+    return SummaryWriter
 
 
 def open_trackers(

@@ -1,6 +1,7 @@
 """Whole runs that meet NaN: refused, rolled back behind the offending data, stopped with the batches named."""
 
 import math
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from gptoss.training import pretrain as pretrain_module
+from gptoss.training import reporter
 from gptoss.training import trainer as trainer_module
 from gptoss.training.checkpoint import CheckpointManager
 from gptoss.training.guard import TrainingStopped
@@ -192,6 +194,20 @@ def test_a_rollback_passes_over_a_damaged_checkpoint(small_run, monkeypatch):
     damage.done = False
     assert pretrain(run, progress=False, on_step=damage).step == 10
     assert events(run, "rollback")[0]["step"] == 4
+
+
+@pytest.mark.usefixtures("lag")
+def test_trackers_go_back_with_the_run(small_run, monkeypatch):
+    told = []
+    tracker = types.SimpleNamespace(
+        write=lambda step, values: told.append(step) if "loss" in values else None,
+        rewind=lambda step: told.append(f"back to {step}"),
+        close=lambda: told.append("end"),
+    )
+    monkeypatch.setattr(reporter, "open_trackers", lambda *_, **__: [tracker])
+    Poison(monkeypatch, range(7, 12))  # after step 7; the latest checkpoint is step 5
+    pretrain(small_run(log_interval=1), progress=False)
+    assert told == [1, 2, 3, 4, 5, 6, 7, "back to 5", 6, 7, 8, 9, 10, "end"]
 
 
 def test_what_a_rollback_undoes_is_not_in_the_result(small_run, prepared, monkeypatch):

@@ -82,24 +82,40 @@ def test_tensorboard_hides_what_is_behind_the_resumed_step(tmp_path):
     assert points == [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0)]
 
 
+def test_tensorboard_forgets_what_is_behind_a_rollback(tmp_path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard missing"
+    )
+    (tracker,) = open_trackers(tmp_path, 0, {}, True, {})
+    for first, last, value in ((1, 5, 1.0), (4, 6, 2.0), (3, 4, 3.0)):
+        if first > 1:
+            tracker.rewind(first - 1)
+        for step in range(first, last + 1):
+            tracker.write(step, {"loss": value})
+    tracker.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    points = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert points == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0)]
+
+
+def test_wandb_keeps_what_it_has_seen_before_a_rollback(tmp_path, wandb):
+    (tracker,) = open_trackers(tmp_path, 0, {}, False, {"WANDB_PROJECT": "p"})
+    tracker.write(3, {"loss": 2.0})
+    tracker.rewind(2)
+    tracker.write(3, {"loss": 1.0})
+    (run,) = wandb.runs  # the same run; of two values of a step W&B itself keeps the first
+    assert run.points == [(3, {"loss": 2.0}), (3, {"loss": 1.0})]
+
+
 def test_trackers_get_numbers_alone_where_no_tokenizer_tells_bytes(small_run, monkeypatch):
     """TensorBoard takes nothing else."""
-
-    class Recorder:
-        def __init__(self):
-            self.points = []
-
-        def write(self, step, values):
-            self.points.append((step, dict(values)))
-
-        def close(self):
-            pass
-
-    tracker = Recorder()
+    points = []
+    tracker = types.SimpleNamespace(write=lambda *point: points.append(point), close=lambda: None)
     monkeypatch.setattr(reporter, "open_trackers", lambda *_, **__: [tracker])
     run = small_run()
     result = pretrain(run, progress=False)
-    validation = [(step, v) for step, v in tracker.points if "validation/loss" in v]
+    validation = [(step, v) for step, v in points if "validation/loss" in v]
     assert validation == [(e.step, {"validation/loss": e.loss}) for e in result.validation]
     records = read_journal(f"{run.training.save_dir}/metrics.jsonl")
     assert not any("bits_per_byte" in record for record in records)
