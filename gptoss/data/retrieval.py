@@ -46,11 +46,6 @@ class Encoder(Protocol):
         ...
 
 
-def random_key(rng: np.random.Generator) -> str:
-    """Five random digits, leading zeros kept."""
-    return f"{int(rng.integers(10**KEY_DIGITS)):0{KEY_DIGITS}d}"
-
-
 def insert_retrieval(
     tokens: np.ndarray,
     rng: np.random.Generator,
@@ -80,14 +75,7 @@ def insert_retrieval(
 
     Source: Mohtashami and Jaggi 2023, section 4.2, with named keys; chapter 16.
     """
-    if not 1 <= n_questions <= n_keys <= len(NAMES):
-        raise ValueError(
-            f"n_keys = {n_keys}, n_questions = {n_questions}: expected 1 <= n_questions <= n_keys <= {len(NAMES)}"
-        )
-    if not 0 <= n_near_misses <= 10**KEY_DIGITS - n_keys:
-        raise ValueError(
-            f"n_near_misses = {n_near_misses}: must lie in [0, {10**KEY_DIGITS - n_keys}], each has its own number"
-        )
+    _check_counts(n_keys, n_questions, n_near_misses)
     names = [NAMES[i] for i in rng.choice(len(NAMES), size=n_keys, replace=False)]
     values = rng.choice(10**KEY_DIGITS, size=n_keys + n_near_misses, replace=False)
     keys = [f"{int(value):0{KEY_DIGITS}d}" for value in values]
@@ -105,12 +93,9 @@ def insert_retrieval(
         questions += tokenizer.encode(QUESTION.format(name=names[i]))
         questions += tokenizer.encode(ANSWER.format(key=keys[i]))
 
-    body = len(tokens) - len(questions) - sum(map(len, lines))
-    if body < n_keys:
-        raise ValueError(
-            f"a window of {len(tokens)} tokens is too short for {n_keys} keys, {n_near_misses} near misses and "
-            f"{n_questions} questions ({len(tokens) - body} tokens); lower retrieval_keys or lengthen max_seq_len"
-        )
+    taken = sum(map(len, lines)) + len(questions)
+    _check_room(len(tokens), taken, n_keys, n_questions, n_near_misses)
+    body = len(tokens) - taken
     places = (np.arange(n_keys) + rng.random(n_keys)) * body / n_keys
     places = np.concatenate([places, rng.random(n_near_misses) * body]).astype(np.int64)
     pieces: list[np.ndarray | list[int]] = []
@@ -120,6 +105,59 @@ def insert_retrieval(
         at = int(places[i])
     pieces += [tokens[at:body], questions]
     return np.concatenate(pieces).astype(np.int64, copy=False)
+
+
+def longest_insertion(
+    tokenizer: Encoder, n_keys: int = 8, n_questions: int = 6, n_near_misses: int = 0
+) -> int:
+    """The most tokens that the lines and questions of one window can take, whatever names and numbers are drawn.
+
+    A line is as long as with one digit, and each further digit adds a token at most.
+
+    Args:
+        tokenizer, n_keys, n_questions, n_near_misses: as `insert_retrieval`.
+
+    Raises:
+        ValueError: counts out of range.
+
+    Source: chapter 16.
+    """
+    _check_counts(n_keys, n_questions, n_near_misses)
+
+    def longest(template: str, name: str = "") -> int:
+        encoded = (
+            tokenizer.encode(template.format(name=name, key=digit)) for digit in "0123456789"
+        )
+        return max(map(len, encoded)) + KEY_DIGITS - 1
+
+    key_lines = sorted(longest(KEY_LINE, name) for name in NAMES)
+    near_misses = max(longest(template, name) for template in NEAR_MISSES for name in NAMES)
+    questions = sorted(len(tokenizer.encode(QUESTION.format(name=name))) for name in NAMES)
+    return (
+        sum(key_lines[-n_keys:])
+        + n_near_misses * near_misses
+        + sum(questions[-n_questions:])
+        + n_questions * longest(ANSWER)
+    )
+
+
+def _check_counts(n_keys: int, n_questions: int, n_near_misses: int) -> None:
+    if not 1 <= n_questions <= n_keys <= len(NAMES):
+        raise ValueError(
+            f"n_keys = {n_keys}, n_questions = {n_questions}: expected 1 <= n_questions <= n_keys <= {len(NAMES)}"
+        )
+    if not 0 <= n_near_misses <= 10**KEY_DIGITS - n_keys:
+        raise ValueError(
+            f"n_near_misses = {n_near_misses}: must lie in [0, {10**KEY_DIGITS - n_keys}], each has its own number"
+        )
+
+
+def _check_room(window: int, taken: int, n_keys: int, n_questions: int, n_near_misses: int) -> None:
+    if window - taken < n_keys:
+        raise ValueError(
+            f"a window of {window} tokens is too short for {n_keys} keys, {n_near_misses} near misses and "
+            f"{n_questions} questions ({taken} tokens); lower retrieval_keys or lengthen max_seq_len"
+        )
 
 
 class RetrievalDataset:
@@ -134,7 +172,8 @@ class RetrievalDataset:
         n_keys, n_questions, n_near_misses: as `insert_retrieval`.
 
     Raises:
-        ValueError: share outside [0, 1], or a tokenizer that is not the shards' own.
+        ValueError: share outside [0, 1], counts out of range, windows too short for the longest lines that can be drawn,
+            or a tokenizer that is not the shards' own.
 
     Source: chapter 16.
     """
@@ -160,8 +199,8 @@ class RetrievalDataset:
         self.n_keys, self.n_questions, self.n_near_misses = n_keys, n_questions, n_near_misses
         self.max_seq_len = dataset.max_seq_len
         if share > 0:  # a window that is too short shows now, not in a worker later
-            sample = np.zeros(self.max_seq_len + 1, dtype=np.int64)
-            self._insert(sample, np.random.default_rng(0))
+            counts = n_keys, n_questions, n_near_misses
+            _check_room(self.max_seq_len + 1, longest_insertion(tokenizer, *counts), *counts)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -170,9 +209,8 @@ class RetrievalDataset:
         """The (T+1,) int64 tokens that a run with this seed reads at a position."""
         tokens = self.dataset.sequence_at(seed, position)
         rng = np.random.default_rng(mix(mix(seed) + position))
-        return self._insert(tokens, rng) if rng.random() < self.share else tokens
-
-    def _insert(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        if rng.random() >= self.share:
+            return tokens
         counts = self.n_keys, self.n_questions, self.n_near_misses
         return insert_retrieval(tokens, rng, self.tokenizer, *counts)
 

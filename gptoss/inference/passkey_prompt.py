@@ -69,8 +69,8 @@ def build_passkey_prompt(
         The prompt.
 
     Raises:
-        ValueError: depth outside [0, 1], a length too short for the lines, too little filler, too many distractors, or
-            a key that is not all digits.
+        ValueError: depth outside [0, 1], a length too short for the lines, too little filler, more distractors than
+            names or more lines than numbers, or a key that is not all digits.
 
     Source: Mohtashami and Jaggi 2023, section 4.2, without the number in the question; chapter 16.
     """
@@ -78,8 +78,11 @@ def build_passkey_prompt(
         raise ValueError(f"depth must lie in [0, 1], got {depth}; 0 is the beginning")
     if not 0 <= n_distractors < len(NAMES):
         raise ValueError(f"n_distractors must lie in [0, {len(NAMES) - 1}], got {n_distractors}")
-    if n_near_misses < 0:
-        raise ValueError(f"n_near_misses must not be negative, got {n_near_misses}")
+    most = 10**KEY_DIGITS - 1 - n_distractors
+    if not 0 <= n_near_misses <= most:
+        raise ValueError(
+            f"n_near_misses must lie in [0, {most}], got {n_near_misses}: each line has its own number"
+        )
     names = rng.sample(NAMES, 1 + n_distractors)
     numbers = _distinct_keys(rng, key, 1 + n_distractors + n_near_misses)
     lines = [
@@ -119,12 +122,10 @@ def _distinct_keys(rng: random.Random, key: str | None, count: int) -> list[str]
     """`count` different numbers, the first of them `key` if it is given."""
     if key is not None and not (key.isascii() and key.isdigit()):
         raise ValueError(f"a passkey is made of digits, got {key!r}")
-    keys = [] if key is None else [key]
+    keys = {} if key is None else {key: None}  # a dict keeps the order and finds a number at once
     while len(keys) < count:
-        drawn = f"{rng.randrange(10**KEY_DIGITS):0{KEY_DIGITS}d}"
-        if drawn not in keys:
-            keys.append(drawn)
-    return keys
+        keys[f"{rng.randrange(10**KEY_DIGITS):0{KEY_DIGITS}d}"] = None
+    return list(keys)
 
 
 def _filler(

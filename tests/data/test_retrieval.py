@@ -1,5 +1,6 @@
 """Retrieval examples: what is hidden is what is asked for, and nothing else changes."""
 
+import contextlib
 import re
 from collections import Counter
 
@@ -195,6 +196,41 @@ def test_a_window_that_comes_back_has_fresh_keys(dataset, tokenizer):
 def test_a_tokenizer_that_did_not_write_the_shards_is_refused(dataset):
     with pytest.raises(ValueError, match="was written with another tokenizer"):
         RetrievalDataset(dataset, train_tokenizer(["other text"], 300), 0.5)
+
+
+class Pieces:
+    """A tokenizer whose tokens are the matches of a pattern."""
+
+    sha256 = ""
+
+    def __init__(self, pattern):
+        self.pattern = re.compile(pattern, re.DOTALL)
+
+    def encode(self, text):
+        return [ord(piece[0]) for piece in self.pattern.findall(text)]
+
+
+def shortest_accepted(directory, tokenizer):
+    """RetrievalDataset with 4 keys, 3 questions and 2 near misses in a window without a token to spare."""
+    with ShardWriter(directory, vocab_size=256, eos_token_id=0) as writer:
+        writer.write([1] * 5000)
+    for length in range(50, 900):
+        with contextlib.suppress(ValueError):
+            return RetrievalDataset(PretrainDataset(directory, length), tokenizer, 1.0, 4, 3, 2)
+    raise AssertionError("no window was long enough")
+
+
+@pytest.mark.parametrize("pattern", [r"[a-m]+|.", r"[a-m]+|[0-7]+|."])
+def test_a_window_that_is_accepted_holds_every_draw(tmp_path, pattern):
+    """Names differ in tokens, and so do numbers where one token may hold several digits."""
+    mixed = shortest_accepted(tmp_path, Pieces(pattern))
+    for position in range(1000):
+        assert mixed.sequence_at(0, position).shape == (mixed.max_seq_len + 1,)
+
+
+def test_no_window_is_refused_that_would_hold_every_draw(tmp_path):
+    """Each line takes 1 + 5 + 1 tokens, each question 1: 4·7 + 2·7 + 3·(1 + 7), and a token of text a key make 70."""
+    assert shortest_accepted(tmp_path, Pieces(r"\d|\D+")).max_seq_len + 1 == 70
 
 
 def test_windows_too_short_are_refused_before_training(dataset, tokenizer, tmp_path):

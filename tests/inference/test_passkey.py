@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gptoss.data.retrieval import KEY_LINE, NAMES, QUESTION
-from gptoss.inference import passkey
+from gptoss.inference import passkey, passkey_prompt
 from gptoss.inference.accuracy import PasskeyResult, Trial, wilson_interval
 from gptoss.inference.generate import generate
 from gptoss.inference.passkey import PasskeyEvaluator
@@ -155,7 +155,11 @@ def test_a_trial_is_the_same_whatever_is_asked_beside_it(make_model, plain_token
         ({"depth": 1.1}, "depth must lie in .0, 1., got 1.1"),
         ({"length": 40}, "a prompt of 40 tokens is too short"),
         ({"n_distractors": len(NAMES)}, "n_distractors must lie in"),
-        ({"n_near_misses": -1}, "n_near_misses must not be negative"),
+        ({"n_near_misses": -1}, r"n_near_misses must lie in \[0, 99999\], got -1"),
+        (
+            {"n_near_misses": 99_998, "n_distractors": 2},
+            r"n_near_misses must lie in \[0, 99997\], got 99998: each line has its own number",
+        ),
         ({"filler": FILLER[:100]}, "the filler has 100 tokens and"),
         ({"key": "12a45"}, "a passkey is made of digits"),
     ],
@@ -164,6 +168,17 @@ def test_a_prompt_that_cannot_be_built_is_refused(plain_tokenizer, change, messa
     arguments = {"length": 500, "depth": 0.5, "rng": random.Random(0)} | change
     with pytest.raises(ValueError, match=message):
         build_passkey_prompt(plain_tokenizer, **arguments)
+
+
+@pytest.mark.parametrize("key", [None, "7", "123"])
+def test_as_many_numbers_as_there_are_can_be_asked_for(plain_tokenizer, monkeypatch, key):
+    monkeypatch.setattr(passkey_prompt, "KEY_DIGITS", 1)
+    arguments = {"length": 900, "depth": 0.5, "rng": random.Random(0), "key": key}
+    prompt = build_passkey_prompt(plain_tokenizer, **arguments, n_distractors=4, n_near_misses=5)
+    numbers = re.findall(r"\d+", plain_tokenizer.decode(prompt.ids.tolist()))
+    assert len(set(numbers)) == len(numbers) == 10
+    with pytest.raises(ValueError, match=r"n_near_misses must lie in \[0, 5\], got 6"):
+        build_passkey_prompt(plain_tokenizer, **arguments, n_distractors=4, n_near_misses=6)
 
 
 # The evaluation
