@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from gptoss.config import ModelConfig
 from gptoss.inference.decoder_layer import (
     Place,
-    compute_dtype,
     pack_layer,
     run_layer,
     unsupported,
@@ -29,7 +28,7 @@ from gptoss.inference.prefill import prefill
 from gptoss.inference.rope_mode import rope_mode
 from gptoss.kernels.decode import decode_linear
 from gptoss.kernels.decode_checks import require_decode_kernels
-from gptoss.model.cache import MixedKVCache
+from gptoss.model.cache import MixedKVCache, compute_dtype
 
 WARM_UP_STEPS = 2
 

@@ -50,13 +50,6 @@ class LayerWeights(NamedTuple):
     eps: float
 
 
-def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Autocast's dtype where autocast is on for the model's device, else that of its parameters."""
-    parameter = next(model.parameters())
-    kind = parameter.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
-
-
 def unsupported(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the decoding kernels cannot run a model, or None.
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from gptoss.inference.decoder import Decoder
-from gptoss.inference.decoder_layer import compute_dtype, unsupported
+from gptoss.inference.decoder_layer import unsupported
 from gptoss.inference.prefill import prefill
 from gptoss.inference.request import Request
 from gptoss.inference.rope_mode import rope_mode
 from gptoss.inference.sampling import forbid, sample_next
 from gptoss.kernels.decode_checks import require_decode_kernels
-from gptoss.model.cache import MixedKVCache
+from gptoss.model.cache import MixedKVCache, compute_dtype
 
 ENGINES = ("auto", "eager", "graph")
 LEAST_NEW_TOKENS = 64  # below, capturing the graph takes longer than it saves

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from gptoss.kernels.decode_overlap import after_previous, let_next_start, overlap_options
 
-MAX_TOKENS = 8
-
 
 @triton.jit
 def load_weight(weight, rows, n_rows, C: tl.constexpr, BLOCK: tl.constexpr):

@@ -47,6 +47,13 @@ def kv_cache_bytes(
     return batch_size * positions * 2 * n_kv_heads * head_dim * bytes_per_value
 
 
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """Autocast's dtype where autocast is on for the model's device, else that of its parameters."""
+    parameter = next(model.parameters())
+    kind = parameter.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+
+
 class MixedKVCache:
     """Keys and values of every layer: the last W for windowed layers, all of them for global ones.
 
@@ -165,13 +172,9 @@ class MixedKVCache:
         Returns:
             An empty cache.
         """
-        parameter = next(model.parameters())
-        if dtype is None:
-            kind = parameter.device.type
-            autocast = torch.is_autocast_enabled(kind)
-            dtype = torch.get_autocast_dtype(kind) if autocast else parameter.dtype
-        cfg = cast(ModelConfig, model.cfg)
-        return cls.for_config(cfg, batch_size, max_len, dtype, parameter.device, full=full)
+        cfg, device = cast(ModelConfig, model.cfg), next(model.parameters()).device
+        dtype = compute_dtype(model) if dtype is None else dtype
+        return cls.for_config(cfg, batch_size, max_len, dtype, device, full=full)
 
     @property
     def n_seen(self) -> int:

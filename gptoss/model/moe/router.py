@@ -69,10 +69,7 @@ class MoERouter(nn.Module):
             experts in the activation dtype.
         """
         logits = F.linear(x, self.weight)
-        probabilities = torch.softmax(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)), -1
-        )
-        top, indices = top_k(probabilities, self.n_activated)
+        top, indices = top_k(router_probabilities(logits), self.n_activated)
         return indices, renormalised_weights(top), logits
 
     def extra_repr(self) -> str:
