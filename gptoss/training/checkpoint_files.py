@@ -90,15 +90,14 @@ class CheckpointDirectory:
             path = self.meta_path(step)
             write_atomically(path, lambda p: _write_text(p, text))
         except (OSError, SafetensorError) as error:
-            outcome = "not saved"
+            reason = (isinstance(error, OSError) and error.strerror) or str(error)
+            code = (isinstance(error, OSError) and error.errno) or errno.EIO
+            message = f"checkpoint of step {step} not saved, earlier ones stand: {reason}"
             if new and new == self._names(step):  # only the flush after the last rename failed
-                outcome = "complete, but a power cut may undo it"
+                message = f"checkpoint of step {step} complete, but a power cut may undo it: {reason}"
             else:
                 for name in new:
                     (self.path / name).unlink(missing_ok=True)
-            reason = (isinstance(error, OSError) and error.strerror) or str(error)
-            code = (isinstance(error, OSError) and error.errno) or errno.EIO
-            message = f"checkpoint of step {step} {outcome}, earlier ones stand: {reason}"
             raise OSError(code, message, str(path)) from error
         for name in old:
             (self.path / name).unlink(missing_ok=True)
