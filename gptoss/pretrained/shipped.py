@@ -5,7 +5,6 @@ and README.md, its model card.
 """
 
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -79,7 +78,10 @@ def _read_config(path: Path) -> RunConfig:
 def export_pretrained(
     model: GPTOSS, run: RunConfig, tokenizer: Tokenizer, folder: Path
 ) -> list[Path]:
-    """Write a trained model in the form that `load_pretrained` reads, its weights in bf16 in files of at most 15 MiB.
+    """Write a trained model in the form that `load_pretrained` reads, its weights in bf16.
+
+    A file holds at most 15 MiB of weights, so that it can lie in a repository; a tensor that is larger by itself, as the
+    embedding of a large model, has a file of its own.
 
     Args:
         model: the trained model.
@@ -91,14 +93,11 @@ def export_pretrained(
         The files written. The model card is written by hand.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("model-*.safetensors"):
-        old.unlink()
     weights = {
         key: tensor.detach().to("cpu", torch.bfloat16).contiguous()
         for key, tensor in model.state_dict().items()
         if not (key == "head.weight" and run.model.weight_tying)
     }
-    total = sum(tensor.nbytes for tensor in weights.values())
     parts: list[dict[str, torch.Tensor]] = [{}]
     room = MAX_FILE_BYTES
     for key, tensor in weights.items():
@@ -107,7 +106,8 @@ def export_pretrained(
             room = MAX_FILE_BYTES
         parts[-1][key] = tensor
         room -= tensor.nbytes
-    assert len(parts) >= math.ceil(total / MAX_FILE_BYTES)
+    for old in folder.glob("model-*.safetensors"):
+        old.unlink()
     written = []
     for number, part in enumerate(parts, start=1):
         path = folder / f"model-{number:05d}-of-{len(parts):05d}.safetensors"

@@ -135,3 +135,18 @@ def test_an_export_that_replaces_a_larger_one_leaves_none_of_its_files(folder) -
     export_pretrained(model, run, tokenizer, folder)
     assert [path.name for path in folder.glob("model-*")] == ["model-00001-of-00001.safetensors"]
     load_pretrained(folder)
+
+
+def test_a_tensor_larger_than_a_file_gets_one_of_its_own(folder, monkeypatch) -> None:
+    model, tokenizer = load_pretrained(folder)
+    run = RunConfig.from_saved(json.loads((folder / "config.json").read_text()))
+    monkeypatch.setattr(shipped, "MAX_FILE_BYTES", 2_000)  # the embedding has 9,600 bytes
+    export_pretrained(model, run, tokenizer, folder)
+    sizes = {}
+    for path in folder.glob("model-*"):
+        weights = load_file(path)
+        sizes[tuple(weights)] = sum(tensor.nbytes for tensor in weights.values())
+    assert sizes[("embed.weight",)] == 9_600
+    assert all(size <= 2_000 for names, size in sizes.items() if len(names) > 1)
+    again, _ = load_pretrained(folder)
+    assert torch.equal(again.embed.weight, model.embed.weight)
