@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from gptoss.config import RunConfig
+from gptoss.data.tokenizers import Tokenizer
 from gptoss.model.moe.dispatch import require_triton_on
 from gptoss.training.checkpoint import CheckpointManager
 from gptoss.training.distributed import World
@@ -16,6 +17,7 @@ from gptoss.training.plan import AUTO_REFERENCE, BatchPlan, plan_batches, sequen
 from gptoss.training.reporter import JOURNAL_FILE
 from gptoss.training.restore import require_same_rotation
 from gptoss.training.run_data import RunData, open_run_data
+from gptoss.training.trackers import require_tensorboard
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def check_run(run: RunConfig, resume: str | int, world: World) -> Preflight:
     check_directory(Path(training.save_dir))
     if training.sample_interval and not training.sample_prompt:
         raise ValueError("training.sample_prompt is empty: give a text to go on from, as in 'def '")
+    if training.tensorboard:
+        world.from_main(require_tensorboard)
     batch = plan_batches(
         training,
         run.model.max_seq_len,
@@ -79,6 +83,7 @@ def check_run(run: RunConfig, resume: str | int, world: World) -> Preflight:
     # Read for its errors alone: a journal that cannot go on is refused before anything is written.
     world.from_main(lambda: len(read_journal(Path(training.save_dir) / JOURNAL_FILE)))
     data = open_run_data(run, world)
+    check_sample_prompt(run, data.tokenizer)
     return Preflight(
         data, batch, first_step, resumes, checkpoints, predicted(batch.micro_batch), limit
     )
@@ -119,6 +124,25 @@ def check_recording(run: RunConfig, world: World) -> None:
     if run.model.attention_backend not in ("auto", "triton"):
         raise ValueError(
             f"training.cuda_graph records the kernels of attention_backend auto or triton, got {run.model.attention_backend!r}"
+        )
+
+
+def check_sample_prompt(run: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """See that the model can go on from the sample prompt, where samples are written at all.
+
+    Args:
+        run: the configuration.
+        tokenizer: of the run's data; None, without which no sample is written.
+
+    Raises:
+        ValueError: the prompt has more tokens than the model reads.
+    """
+    if not run.training.sample_interval or tokenizer is None:
+        return
+    length, most = len(tokenizer.encode(run.training.sample_prompt)), run.model.eval_max_seq_len
+    if length > most:
+        raise ValueError(
+            f"training.sample_prompt is {length} tokens long, more than model.eval_max_seq_len = {most}: shorten it"
         )
 
 

@@ -89,6 +89,15 @@ def summary_writer() -> Any:
     return SummaryWriter
 
 
+def require_tensorboard() -> None:
+    """See that TensorBoard is there, before anything is written.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    summary_writer()
+
+
 def open_trackers(
     directory: Path,
     step: int,
