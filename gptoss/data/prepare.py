@@ -181,22 +181,32 @@ def _tokenizer(
 
 
 def _sample(corpus: Corpus, settings: dict[str, Any], bar: ByteProgress) -> Iterator[str]:
-    """Training documents up to tokenizer_bytes: spread over the corpus by their hash where its size is known."""
+    """Texts of training documents, tokenizer_bytes at most, spread over the corpus where its size is known."""
     limit, size = settings["tokenizer_bytes"], corpus.size_bytes
     share = 1.0 if size is None else min(1.0, limit / max(1, size))
     if settings["retrieval_names"]:
         yield from retrieval_words()
     read = 0
+    for text in _training_texts(corpus, settings["val_fraction"], share):
+        data = text.encode("utf-8", errors="surrogatepass")
+        fits = read + len(data) <= limit
+        yield text if fits else data[: limit - read].decode("utf-8", errors="ignore")
+        read += len(data)
+        bar.advance(len(data))
+        if read >= limit:
+            return
+
+
+def _training_texts(corpus: Corpus, val_fraction: float, share: float) -> Iterator[str]:
+    """A share of the training documents, chosen by their hash; all of them where none has such a hash."""
+    found = False
     for document in corpus.read(None):
-        held_out = is_validation(document.key, settings["val_fraction"])
+        held_out = is_validation(document.key, val_fraction)
         if not held_out and (share == 1.0 or is_validation(f"sample {document.key}", share)):
-            data = document.text.encode("utf-8", errors="surrogatepass")
-            fits = read + len(data) <= limit
-            yield document.text if fits else data[: limit - read].decode("utf-8", errors="ignore")
-            read += len(data)
-            bar.advance(len(data))
-            if read >= limit:
-                return
+            found = found or bool(document.text)
+            yield document.text
+    if not found and share < 1.0:
+        yield from _training_texts(corpus, val_fraction, 1.0)
 
 
 def _write_shards(

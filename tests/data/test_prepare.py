@@ -430,6 +430,18 @@ def test_preparing_keeps_four_fifths_of_the_librarys_own_throughput(tmp_path, mo
     assert tokenizer.backend.seconds / (time.process_time() - start) >= 0.8
 
 
+def test_where_no_document_falls_into_the_sample_the_first_ones_train_the_tokenizer(tmp_path):
+    """Three files of 20 kB and a sample of one part in 60: their hashes leave all of them out."""
+    untaken = (f"{i}.txt" for i in range(50) if not encoding.is_validation(f"sample {i}.txt", 0.02))
+    for name, word in zip(sorted(next(untaken) for _ in range(3)), "abc", strict=True):
+        (tmp_path / name).write_text(f"{word}{word}{word} " * 5000)
+    settings = {"tokenizer_bytes": 1000, "val_fraction": 0.0, "retrieval_names": False}
+    corpus = module.open_corpus(tmp_path)
+    (text,) = module._sample(corpus, settings, module.ByteProgress(None, False))
+    assert text == "aaa " * 250
+    prepare(tmp_path, tmp_path / "out", vocab_size=300, tokenizer_bytes=1000, val_fraction=0)
+
+
 def test_the_tokenizers_text_is_limited_in_bytes_whatever_the_script(tmp_path):
     taken = next(f"{i}.txt" for i in range(50) if encoding.is_validation(f"sample {i}.txt", 0.6))
     (tmp_path / taken).write_text("日本語" * 700)  # 2,100 characters of three bytes
