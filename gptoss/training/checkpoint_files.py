@@ -94,7 +94,9 @@ class CheckpointDirectory:
             code = (isinstance(error, OSError) and error.errno) or errno.EIO
             message = f"checkpoint of step {step} not saved, earlier ones stand: {reason}"
             if new and new == self._names(step):  # only the flush after the last rename failed
-                message = f"checkpoint of step {step} complete, but a power cut may undo it: {reason}"
+                message = (
+                    f"checkpoint of step {step} complete, but a power cut may undo it: {reason}"
+                )
             else:
                 for name in new:
                     (self.path / name).unlink(missing_ok=True)
