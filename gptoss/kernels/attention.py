@@ -87,7 +87,9 @@ def _(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return _stored_by_row(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    from gptoss.kernels.attention_launch import empty_rows
+
+    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("gptoss::attention_backward", mutates_args=())
@@ -132,14 +134,10 @@ def _(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from gptoss.kernels.attention_launch import empty_rows
+
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
-    return _stored_by_row(q), _stored_by_row(k), _stored_by_row(v), dsink
-
-
-def _stored_by_row(tensor: Tensor) -> Tensor:
-    """What the operators return: (B, heads, n, D), stored as (B, n, heads, D)."""
-    B, heads, n, D = tensor.shape
-    return tensor.new_empty((B, n, heads, D)).transpose(1, 2)
+    return empty_rows(q), empty_rows(k), empty_rows(v), dsink
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
