@@ -31,14 +31,14 @@ from gptoss.bench.arm_results import (
 from gptoss.bench.arms import ARMS, Arm, configure
 from gptoss.bench.evidence import make_evidence
 from gptoss.bench.passkey import RECIPES, Recipe, read_as
-from gptoss.config import ModelConfig, RunConfig, load_config
+from gptoss.config import ModelConfig, RunConfig, load_config, read_run_config
 from gptoss.inference.long_context import loss_by_position, mean_between
 from gptoss.inference.passkey import PasskeyEvaluator
 from gptoss.inference.passkey_prompt import build_passkey_prompt
 from gptoss.model.transformer import GPTOSS
 from gptoss.training.distributed import World
 from gptoss.training.pretrain import pretrain
-from gptoss.training.restore import CONFIG_FILE, read_run_config
+from gptoss.training.restore import CONFIG_FILE
 from gptoss.training.run_data import open_run_data
 
 COLUMNS = {

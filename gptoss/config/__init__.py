@@ -13,7 +13,7 @@ from .model import (
     YARN_LAYERS,
     ModelConfig,
 )
-from .run import RunConfig, list_configs, load_config
+from .run import RunConfig, list_configs, load_config, read_run_config
 from .training import TrainingConfig
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "TrainingConfig",
     "list_configs",
     "load_config",
+    "read_run_config",
 ]

@@ -1,6 +1,7 @@
 """One run: its three sections, read from a packaged name or a YAML file, with overrides."""
 
 import dataclasses
+import json
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -107,6 +108,18 @@ def load_config(name_or_path: str | Path, overrides: Iterable[str] = ()) -> RunC
     for override in overrides:
         _apply_override(sections, override)
     return RunConfig.from_dict(sections)
+
+
+def read_run_config(path: Path) -> RunConfig:
+    """The configuration that a run left as config.json, as `RunConfig.from_saved` understands it.
+
+    Raises:
+        ValueError: the file is not one.
+    """
+    try:
+        return RunConfig.from_saved(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: not a run's configuration: {error}") from error
 
 
 def _apply_override(sections: dict[str, Any], override: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from gptoss.config import RunConfig
+from gptoss.config import RunConfig, read_run_config
 from gptoss.data.tokenizers import Tokenizer
 from gptoss.model.transformer import GPTOSS
 from gptoss.pretrained.weights import TOKENIZER_KEY, read_weights
@@ -50,7 +50,7 @@ def load_pretrained(
         )
     if not dtype.is_floating_point:
         raise ValueError(f"dtype = {dtype}: expected a floating dtype, as in torch.bfloat16")
-    run = _read_config(folder / "config.json")
+    run = read_run_config(folder / "config.json")
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     if tokenizer.vocab_size > run.model.vocab_size:
         raise ValueError(
@@ -66,13 +66,6 @@ def load_pretrained(
     model.load_state_dict({k: t.to(dtype) for k, t in weights.items()}, strict=False, assign=True)
     model.set_rope_mode(run.training.rope)
     return model.to(device).eval(), tokenizer
-
-
-def _read_config(path: Path) -> RunConfig:
-    try:
-        return RunConfig.from_saved(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path}: not a run's configuration: {error}") from error
 
 
 def export_pretrained(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gptoss.config import RunConfig
+from gptoss.config import RunConfig, read_run_config
 from gptoss.data.tokenizers import Tokenizer
 from gptoss.model.transformer import GPTOSS
 from gptoss.training.atomic import write_atomically
@@ -21,18 +21,6 @@ def write_description(directory: Path, run: RunConfig, tokenizer: Tokenizer | No
     write_atomically(directory / CONFIG_FILE, lambda staged: _write(staged, text))
     if tokenizer is not None:
         tokenizer.save(directory / TOKENIZER_FILE)
-
-
-def read_run_config(path: Path) -> RunConfig:
-    """The configuration that a run left as config.json, as `RunConfig.from_saved` understands it.
-
-    Raises:
-        ValueError: the file is not one.
-    """
-    try:
-        return RunConfig.from_saved(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path}: not a run's configuration: {error}") from error
 
 
 def require_same_rotation(directory: Path, run: RunConfig) -> None:
