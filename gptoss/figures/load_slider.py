@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Sequence
 
-from .palette import CARD, COLORS, INK, QUIET, RULE
+from .palette import CARD, COLORS, QUIET
+from .slider_style import slider_style
 
-_STYLE = f"""
-html .bd-content div.cell_output .text_html:has(> #load-slider) {{ background: none !important; padding: 0 !important; }}
-#load-slider {{ background: {CARD}; color: {INK}; border: 1px solid {RULE}; border-radius: 8px; padding: 0.8em 1em;
-  font-family: "DejaVu Sans", Verdana, sans-serif; font-size: 0.9em; line-height: 1.5; }}
+_STYLE = slider_style(
+    "load-slider",
+    COLORS["routed"],
+    f"""\
 #load-slider .expert {{ display: grid; grid-template-columns: 5em 1fr 3.5em 3.5em; gap: 0.6em; align-items: center; }}
 #load-slider .heads {{ color: {QUIET}; font-size: 0.92em; }}
 #load-slider .track {{ height: 1.3em; border-left: 1px solid {QUIET}; }}
@@ -21,11 +22,8 @@ html .bd-content div.cell_output .text_html:has(> #load-slider) {{ background: n
 #load-slider .mean {{ background: {CARD}; border: 2px solid {COLORS["routed"]}; }}
 #load-slider .number {{ text-align: right; font-variant-numeric: tabular-nums; }}
 #load-slider .ask {{ margin: 0.5em 0; }}
-#load-slider label {{ display: block; color: {INK}; }}
-#load-slider input[type=range] {{ width: 100%; accent-color: {COLORS["routed"]}; min-height: 1.6em; }}
-#load-slider input:focus-visible {{ outline: 3px solid {COLORS["queries"]}; outline-offset: 2px; }}
-#load-slider p {{ margin: 0.4em 0 0; color: {INK}; }}
-"""
+""",
+)
 
 _SCRIPT = """
 (function () {

@@ -4,25 +4,26 @@ import json
 import math
 
 from .palette import CARD, COLORS, INK, QUIET, RULE
+from .slider_style import slider_style
 
 SIDES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 LEFT, RIGHT, TOP, BOTTOM = 52, 500, 12, 188  # the plot's frame in SVG units
 LOW_X, HIGH_X, LOW_Y, HIGH_Y = -1.0, 3.0, 11.0, 15.5  # decades of FLOP/B and of FLOP/s
 
-_STYLE = f"""
-html .bd-content div.cell_output .text_html:has(> #roofline-slider) {{ background: none !important; padding: 0 !important; }}
-#roofline-slider {{ background: {CARD}; color: {INK}; border: 1px solid {RULE}; border-radius: 8px; padding: 0.8em 1em;
-  font-family: "DejaVu Sans", Verdana, sans-serif; font-size: 0.9em; line-height: 1.5; }}
+_STYLE = slider_style(
+    "roofline-slider",
+    COLORS["flops"],
+    f"""\
 #roofline-slider svg {{ width: 100%; height: auto; display: block; }}
 #roofline-slider svg text {{ fill: {INK}; font-size: 11px; }}
 #roofline-slider .ask {{ margin: 0.4em 0; }}
-#roofline-slider label {{ display: block; color: {INK}; }}
-#roofline-slider input[type=range] {{ width: 100%; accent-color: {COLORS["flops"]}; min-height: 1.6em; }}
+""",
+    f"""\
 #roofline-slider select {{ font: inherit; color: {INK}; background: {CARD}; border: 1px solid {QUIET}; border-radius: 4px; }}
 #roofline-slider input:focus-visible, #roofline-slider select:focus-visible {{
   outline: 3px solid {COLORS["queries"]}; outline-offset: 2px; }}
-#roofline-slider p {{ margin: 0.4em 0 0; color: {INK}; }}
-"""
+""",
+)
 
 _SCRIPT = """
 (function () {

@@ -5,24 +5,25 @@ import math
 from collections.abc import Sequence
 
 from .palette import CARD, COLORS, INK, QUIET, RULE
+from .slider_style import slider_style
 
-_STYLE = f"""
-html .bd-content div.cell_output .text_html:has(> #sink-slider) {{ background: none !important; padding: 0 !important; }}
-#sink-slider {{ background: {CARD}; color: {INK}; border: 1px solid {RULE}; border-radius: 8px; padding: 0.8em 1em;
-  font-family: "DejaVu Sans", Verdana, sans-serif; font-size: 0.9em; line-height: 1.5; }}
+_STYLE = slider_style(
+    "sink-slider",
+    COLORS["sink"],
+    f"""\
 #sink-slider .share {{ display: grid; grid-template-columns: 7em 1fr 3.5em; gap: 0.6em; align-items: center; }}
 #sink-slider .track {{ background: {RULE}; height: 1.1em; border-radius: 2px; overflow: hidden; }}
 #sink-slider .bar {{ height: 100%; background: {INK}; }}
 #sink-slider .of-sink .bar {{ background: {COLORS["sink"]}; }}
 #sink-slider .number {{ text-align: right; font-variant-numeric: tabular-nums; }}
 #sink-slider .ask {{ margin: 0.5em 0; }}
-#sink-slider label {{ display: block; color: {INK}; }}
-#sink-slider input[type=range] {{ width: 100%; accent-color: {COLORS["sink"]}; min-height: 1.6em; }}
+""",
+    f"""\
 #sink-slider select {{ font: inherit; color: {INK}; background: {CARD}; border: 1px solid {QUIET}; border-radius: 4px; }}
 #sink-slider input:focus-visible, #sink-slider select:focus-visible {{ outline: 3px solid {COLORS["queries"]};
   outline-offset: 2px; }}
-#sink-slider p {{ margin: 0.4em 0 0; color: {INK}; }}
-"""
+""",
+)
 
 _SCRIPT = """
 (function () {

@@ -4,16 +4,17 @@ import json
 from collections.abc import Sequence
 
 from .palette import CARD, COLORS, INK, QUIET, RULE, tint
+from .slider_style import slider_style
 
 CELL = 26  # side of a tile in SVG units
 LEFT, TOP = 74, 24
 GROUPS, STRIPS = range(1, 9), range(2, 33)
 MARKS = ("", "·", "●")  # strips fetched for a tile: none, one, both
 
-_STYLE = f"""
-html .bd-content div.cell_output .text_html:has(> #tile-walk) {{ background: none !important; padding: 0 !important; }}
-#tile-walk {{ background: {CARD}; color: {INK}; border: 1px solid {RULE}; border-radius: 8px; padding: 0.8em 1em;
-  font-family: "DejaVu Sans", Verdana, sans-serif; font-size: 0.9em; line-height: 1.5; }}
+_STYLE = slider_style(
+    "tile-walk",
+    COLORS["routed"],
+    f"""\
 #tile-walk svg {{ width: 100%; height: auto; display: block; }}
 #tile-walk svg text {{ fill: {INK}; font-size: 11px; }}
 #tile-walk rect {{ fill: {CARD}; stroke: {RULE}; }}
@@ -22,11 +23,8 @@ html .bd-content div.cell_output .text_html:has(> #tile-walk) {{ background: non
 #tile-walk rect.s2 {{ fill: {tint("bytes", 0.75)}; stroke: {QUIET}; }}
 #tile-walk rect.now {{ stroke: {INK}; stroke-width: 3; }}
 #tile-walk .ask {{ margin: 0.4em 0; }}
-#tile-walk label {{ display: block; color: {INK}; }}
-#tile-walk input[type=range] {{ width: 100%; accent-color: {COLORS["routed"]}; min-height: 1.6em; }}
-#tile-walk input:focus-visible {{ outline: 3px solid {COLORS["queries"]}; outline-offset: 2px; }}
-#tile-walk p {{ margin: 0.4em 0 0; color: {INK}; }}
-"""
+""",
+)
 
 _SCRIPT = """
 (function () {

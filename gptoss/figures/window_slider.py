@@ -3,7 +3,8 @@
 import json
 from collections.abc import Sequence
 
-from .palette import CARD, COLORS, INK, QUIET, RULE
+from .palette import CARD, COLORS, INK, QUIET
+from .slider_style import slider_style
 
 PATTERNS = {
     "windowed, global, windowed, …": (True, False),
@@ -18,10 +19,10 @@ LEFT, STEP, LOW, RISE = (
     32,
 )  # of the picture, in SVG units: first column, column, embeddings, layer
 
-_STYLE = f"""
-html .bd-content div.cell_output .text_html:has(> #window-slider) {{ background: none !important; padding: 0 !important; }}
-#window-slider {{ background: {CARD}; color: {INK}; border: 1px solid {RULE}; border-radius: 8px; padding: 0.8em 1em;
-  font-family: "DejaVu Sans", Verdana, sans-serif; font-size: 0.9em; line-height: 1.5; }}
+_STYLE = slider_style(
+    "window-slider",
+    COLORS["windowed"],
+    f"""\
 #window-slider svg {{ width: 100%; height: auto; display: block; }}
 #window-slider svg text {{ fill: {INK}; font-size: 11px; }}
 #window-slider .windowed {{ stroke: {COLORS["windowed"]}; stroke-dasharray: 4 2; }}
@@ -30,13 +31,13 @@ html .bd-content div.cell_output .text_html:has(> #window-slider) {{ background:
 #window-slider circle.seen {{ fill: {INK}; stroke: {INK}; }}
 #window-slider .out {{ display: none; }}
 #window-slider .ask {{ margin: 0.4em 0; }}
-#window-slider label {{ display: block; color: {INK}; }}
-#window-slider input[type=range] {{ width: 100%; accent-color: {COLORS["windowed"]}; min-height: 1.6em; }}
+""",
+    f"""\
 #window-slider select {{ font: inherit; color: {INK}; background: {CARD}; border: 1px solid {QUIET}; border-radius: 4px; }}
 #window-slider input:focus-visible, #window-slider select:focus-visible {{
   outline: 3px solid {COLORS["queries"]}; outline-offset: 2px; }}
-#window-slider p {{ margin: 0.4em 0 0; color: {INK}; }}
-"""
+""",
+)
 
 _SCRIPT = """
 (function () {

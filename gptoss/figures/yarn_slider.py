@@ -3,25 +3,23 @@
 import json
 import math
 
-from .palette import CARD, COLORS, INK, QUIET, RULE
+from .palette import CARD, INK, QUIET, RULE
+from .slider_style import slider_style
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 506, 14, 170  # the plot's frame in SVG units
 SCALE_STEPS = (0, 7)  # exponents of 2 that the sliders offer
 FAST_STEPS = (0, 7)
 SLOW_STEPS = (-4, 5)
 
-_STYLE = f"""
-html .bd-content div.cell_output .text_html:has(> #yarn-slider) {{ background: none !important; padding: 0 !important; }}
-#yarn-slider {{ background: {CARD}; color: {INK}; border: 1px solid {RULE}; border-radius: 8px; padding: 0.8em 1em;
-  font-family: "DejaVu Sans", Verdana, sans-serif; font-size: 0.9em; line-height: 1.5; }}
+_STYLE = slider_style(
+    "yarn-slider",
+    QUIET,
+    f"""\
 #yarn-slider svg {{ width: 100%; height: auto; display: block; }}
 #yarn-slider svg text {{ fill: {INK}; font-size: 11px; }}
 #yarn-slider .ask {{ margin: 0.4em 0; }}
-#yarn-slider label {{ display: block; color: {INK}; }}
-#yarn-slider input[type=range] {{ width: 100%; accent-color: {QUIET}; min-height: 1.6em; }}
-#yarn-slider input:focus-visible {{ outline: 3px solid {COLORS["queries"]}; outline-offset: 2px; }}
-#yarn-slider p {{ margin: 0.4em 0 0; color: {INK}; }}
-"""
+""",
+)
 
 _SCRIPT = """
 (function () {
