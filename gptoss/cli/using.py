@@ -96,8 +96,6 @@ def passkey(
     device: Device = None,
 ) -> None:
     """Hide a number in long text and ask for it: accuracy by length, with 95% intervals."""
-    import json
-
     from gptoss.inference.filler import read_filler
     from gptoss.inference.passkey import DEFAULT_LENGTHS, PasskeyEvaluator
 
@@ -119,4 +117,4 @@ def passkey(
         interval = f"{row['low95']:.0%} to {row['high95']:.0%}"
         print(f"{row['length']:>8,}  {share:>9}  {row['accuracy']:>8.0%}  {interval}")
     if out is not None:
-        out.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+        result.save(out)

@@ -147,7 +147,6 @@ class Batches(Iterator[tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]]):
         rank: int = 0,
         world_size: int = 1,
         num_workers: int = 0,
-        pin_memory: bool = False,
     ):
         for name, value, least in (
             *(("batch_size", batch_size, 1), ("start", start, 0)),
@@ -159,7 +158,6 @@ class Batches(Iterator[tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]]):
             raise ValueError(f"rank = {rank}: must lie in [0, world_size = {world_size})")
         self.source, self.batch_size, self.seed = source, batch_size, seed
         self.rank, self.world_size, self.num_workers = rank, world_size, num_workers
-        self.pin_memory = pin_memory
         self.seek(start)
 
     def seek(self, position: int) -> None:
@@ -177,7 +175,6 @@ class Batches(Iterator[tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]]):
                     self.position, self.batch_size, self.rank, self.world_size
                 ),
                 num_workers=self.num_workers,
-                pin_memory=self.pin_memory,
                 # Starting workers draws a number: from its own generator, so that the run's stays untouched.
                 generator=torch.Generator(),
             )
@@ -199,7 +196,6 @@ def batches(
     rank: int = 0,
     world_size: int = 1,
     num_workers: int = 0,
-    pin_memory: bool = False,
 ) -> Batches:
     """Batches of a dataset from a global position on, endless over epochs.
 
@@ -210,7 +206,6 @@ def batches(
         start: sequences that all ranks together have consumed before; `Batches.position` of the stopped run.
         rank, world_size: which part of each world_size·B sequences is this process's.
         num_workers: processes that read ahead; the batches are the same with any number.
-        pin_memory: put batches in page-locked memory for a quick copy to a GPU.
 
     Returns:
         the iterator; `.position` and `.seek(position)` save and restore its place.
@@ -220,7 +215,7 @@ def batches(
 
     Source: chapter 13.
     """
-    return Batches(source, batch_size, seed, start, rank, world_size, num_workers, pin_memory)
+    return Batches(source, batch_size, seed, start, rank, world_size, num_workers)
 
 
 class _AtPosition(Dataset):

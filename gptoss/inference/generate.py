@@ -6,14 +6,12 @@ ids, `generate_with_result` returns ids, text and timings.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-
-from gptoss.model.prefill_chunk import choose_chunk_size
 
 from .engine import Engine, choose_engine, ready_decoder, start_reader
 from .prompts import Prompts
@@ -114,7 +112,7 @@ def stream(
 
     Source: chapter 15.
     """
-    request = _request(
+    request = check_request(
         model,
         input_ids,
         max_new_tokens,
@@ -198,7 +196,7 @@ def generate_with_result(
 
     Source: chapter 15.
     """
-    request = _request(model, input_ids, max_new_tokens, **settings)
+    request = check_request(model, input_ids, max_new_tokens, **settings)
     chosen = choose_engine(model, request, engine)
     began = time.perf_counter()
     decoder = ready_decoder(model, request, chosen) if request.max_new_tokens else None
@@ -231,22 +229,6 @@ def generate_with_result(
         "eager" if decoder is None else "graph",
         prepare_seconds,
     )
-
-
-def _request(
-    model: nn.Module,
-    input_ids: Prompts,
-    max_new_tokens: int,
-    prefill_chunk: int | None = None,
-    **settings: Any,
-) -> Request:
-    if prefill_chunk is not None:
-        settings["prefill_chunk"] = prefill_chunk
-    request = check_request(model, input_ids, max_new_tokens, **settings)
-    if prefill_chunk is not None:
-        return request
-    ids = request.batch.ids
-    return replace(request, prefill_chunk=choose_chunk_size(ids.device, ids.shape[0]))
 
 
 def _steps(model: nn.Module, request: Request, engine: Engine) -> Iterator[Step]:

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from gptoss.model.prefill_chunk import choose_chunk_size
+
 from .prompts import PromptBatch, Prompts, batch_prompts
 from .rope_mode import choose_rope_mode
 from .sampling import check_sampling
@@ -48,7 +50,7 @@ def check_request(
     stop_ids: Sequence[int] = (),
     seed: int | None = None,
     rope: str = "auto",
-    prefill_chunk: int = 4096,
+    prefill_chunk: int | None = None,
     key_start: Int[Tensor, "B"] | Sequence[int] | None = None,
     pad_id: int = 0,
     tokenizer: Tokenizer | None = None,
@@ -74,7 +76,7 @@ def check_request(
         )
     if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
         raise ValueError(f"seed = {seed!r}: expected an integer of 64 bits, or None")
-    if prefill_chunk < 1:
+    if prefill_chunk is not None and prefill_chunk < 1:
         raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
     if not isinstance(stop_ids, Iterable):
         raise ValueError(f"stop_ids = {stop_ids!r}: expected a sequence of token ids, as in [0]")
@@ -96,6 +98,8 @@ def check_request(
         pad_id=pad_id,
         device=device,
     )
+    if prefill_chunk is None:
+        prefill_chunk = choose_chunk_size(device, batch.ids.shape[0])
     total = batch.ids.shape[1] + max_new_tokens
     if total > cfg.eval_max_seq_len:
         raise ValueError(

@@ -358,6 +358,13 @@ def test_chunks_are_chosen_by_device_and_batch():
     assert choose_chunk_size(cuda, 100) == 1024
 
 
+def test_a_request_that_names_no_chunk_gets_the_one_of_its_batch(make_model):
+    model = make_model()
+    assert check_request(model, [[1]], 1).prefill_chunk == 4096
+    assert check_request(model, [[1]] * 4, 1).prefill_chunk == 1024
+    assert check_request(model, [[1]] * 4, 1, prefill_chunk=7).prefill_chunk == 7
+
+
 # The ends of a step
 
 
