@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gptoss.config import RunConfig
-from gptoss.training.atomic import write_atomically
+from gptoss.data.atomic import write_atomically
 from gptoss.training.provenance import current_commit, machine, software
 
 MADE = {"date": str, "machine": str, "software": dict, "commit": str}
@@ -97,13 +97,13 @@ def write_result(
     """
     made = {
         "date": date.today().isoformat(),
-        "machine": machine(),
+        "machine": machine(gpus=1),  # an arm is the work of one process
         "software": software(),
         "commit": commit or current_commit(),
     }
     settings = {"run": run.to_dict(), "lengths": list(lengths), "trials": trials}
     result = {"made": made} | settings | found
-    write_atomically(path, lambda staged: staged.write_bytes(json.dumps(result).encode()))
+    write_atomically(path, json.dumps(result).encode())
     return result
 
 

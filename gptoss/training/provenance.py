@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 
 
-def machine(on_cpu: bool = False) -> str:
+def machine(on_cpu: bool = False, gpus: int | None = None) -> str:
     """The device that was measured, in words: "one NVIDIA H200", "2 x NVIDIA H200" or the processor's kind.
 
     Args:
         on_cpu: the work ran on the processor, whether there is a GPU or not.
+        gpus: how many GPUs the work used; all that are there when left out.
     """
     if torch.cuda.is_available() and not on_cpu:
-        count = torch.cuda.device_count()
+        count = torch.cuda.device_count() if gpus is None else gpus
         name = torch.cuda.get_device_name(0)
         return f"one {name}" if count == 1 else f"{count} x {name}"
     return f"CPU, {os.cpu_count()} cores, {platform.machine()}"

@@ -84,7 +84,7 @@ class Reporter:
                 "start",
                 self.first_step,
                 date=date.today().isoformat(),
-                machine=machine(),
+                machine=machine(self.world.device.type != "cuda", self.world.size),
                 software=software(),
                 commit=current_commit(),
                 tokens_per_step=self.batch.tokens_per_step,
