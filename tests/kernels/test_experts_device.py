@@ -16,7 +16,9 @@ from gptoss.kernels.reference import grouped_swiglu_reference
 from gptoss.kernels.swiglu import grouped_swiglu
 
 COUNTS, ROWS = torch.tensor(RAGGED), sum(RAGGED)
-ANOTHER_GPU = 1e-5  # float32; the GPU's exp and division are a few roundings less exact than the CPU's
+ANOTHER_GPU = (
+    1e-5  # float32; the GPU's exp and division are a few roundings less exact than the CPU's
+)
 INDICES = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 3], [1, 3]])
 
 
