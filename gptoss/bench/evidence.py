@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from gptoss.training.atomic import write_atomically
+from gptoss.data.atomic import write_atomically
 from gptoss.training.provenance import current_commit, machine, software
 
 EVIDENCE_FORMAT = 1
@@ -169,7 +169,7 @@ def write_evidence(evidence: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{evidence['name']}.json"
     text = json.dumps(evidence, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda staged: staged.write_bytes(text.encode()))
+    write_atomically(path, text.encode())
     return path
 
 

@@ -137,7 +137,7 @@ def _prepare_locked(
     progress: bool | None,
 ) -> PreparedDataset:
     for name in (STATE, TOKENIZER):
-        remove_partial(out / name)
+        remove_partial(out, name)
     state = _read_state(out / STATE, settings)
     if not state.get("done"):
         if "cursor" not in state:

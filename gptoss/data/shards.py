@@ -204,7 +204,7 @@ class ShardWriter:
             if path != partial and path.name not in {shard.name for shard in self._shards}:
                 path.unlink()
         (self.directory / MANIFEST).unlink(missing_ok=True)
-        remove_partial(self.directory / MANIFEST)
+        remove_partial(self.directory, MANIFEST)
         if not state["open_tokens"]:
             partial.unlink(missing_ok=True)
             return

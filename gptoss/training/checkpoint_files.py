@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gptoss.training.atomic import (
-    STAGED_SUFFIX,
-    FileRecord,
-    fault_in_file,
-    sync_directory,
-    write_atomically,
-)
+from gptoss.data.atomic import remove_partial, sync_directory, write_atomically
+from gptoss.training.file_record import FileRecord, fault_in_file, record_of
 
 FORMAT = 1
 STEP_FILE = re.compile(
@@ -82,13 +78,14 @@ class CheckpointDirectory:
             for kind, tensors in (("model", model), ("optim", optim)):
                 path = self._free_path(kind, step, old)
                 new.append(path.name)
-                records.append(write_atomically(path, lambda p, t=tensors: save_file(t, p)))  # type: ignore[misc]  # mypy does not infer a lambda's default
+                write_atomically(path, partial(save_file, tensors))
+                records.append(record_of(path))
             files = {"model": asdict(records[0]), "optim": asdict(records[1])}
             text = json.dumps(
                 {**meta, "checkpoint": {**meta["checkpoint"], "files": files}}, indent=1
             )
             path = self.meta_path(step)
-            write_atomically(path, lambda p: _write_text(p, text))
+            write_atomically(path, text.encode())
         except (OSError, SafetensorError) as error:
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
             code = (isinstance(error, OSError) and error.errno) or errno.EIO
@@ -188,8 +185,7 @@ class CheckpointDirectory:
 
     def _remove_leftovers(self, step: int, named: list[str]) -> None:
         """Remove what a killed writer left: staged files, and data files of this step that no meta file names."""
-        for staged in self.path.glob(f"*_step_*{STAGED_SUFFIX}"):
-            staged.unlink(missing_ok=True)
+        remove_partial(self.path, "*_step_*")
         for found, path in self._files():
             if found == step and path.suffix == ".safetensors" and path.name not in named:
                 path.unlink(missing_ok=True)
@@ -243,7 +239,3 @@ def require_json(value: Any, where: str) -> None:
             f"{where} is a {type(value).__name__}: expected text, numbers, lists and dictionaries "
             "(a tensor belongs in extra_state)"
         )
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

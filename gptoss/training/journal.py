@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
-from gptoss.training.atomic import write_atomically
+from gptoss.data.atomic import remove_partial, write_atomically
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:
@@ -56,10 +56,11 @@ class Journal:
     def rewind(self, step: int) -> None:
         """Forget everything behind a step; the file is replaced whole, so a crash leaves the old or the new one."""
         self.close()
+        remove_partial(self.path.parent, self.path.name)
         if self.path.exists():
             kept = [r for r in read_journal(self.path) if r.get("step", 0) <= step]
             text = "".join(_line(record) for record in kept)
-            write_atomically(self.path, lambda staged: _write(staged, text))
+            write_atomically(self.path, text.encode())
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 
     def write(self, record: dict[str, Any]) -> None:
@@ -83,7 +84,3 @@ class Journal:
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, separators=(",", ":")) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from gptoss.config import RunConfig, read_run_config
+from gptoss.data.atomic import remove_partial, write_atomically
 from gptoss.data.tokenizers import Tokenizer
 from gptoss.model.transformer import GPTOSS
-from gptoss.training.atomic import write_atomically
 from gptoss.training.checkpoint import CheckpointManager
 
 CONFIG_FILE = "config.json"
@@ -17,8 +17,10 @@ TOKENIZER_FILE = "tokenizer.json"
 
 def write_description(directory: Path, run: RunConfig, tokenizer: Tokenizer | None) -> None:
     """Write config.json and tokenizer.json into a run's directory, each whole or not at all."""
+    for name in (CONFIG_FILE, TOKENIZER_FILE):
+        remove_partial(directory, name)
     text = json.dumps(run.to_dict(), indent=2) + "\n"
-    write_atomically(directory / CONFIG_FILE, lambda staged: _write(staged, text))
+    write_atomically(directory / CONFIG_FILE, text.encode())
     if tokenizer is not None:
         tokenizer.save(directory / TOKENIZER_FILE)
 
@@ -93,7 +95,3 @@ def load_run(
     CheckpointManager(directory).load(model, step=step)
     model.set_rope_mode(run.training.rope)
     return model.to(device).eval(), tokenizer, run
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

@@ -203,6 +203,6 @@ def is_half_saved(directory: Path) -> bool:
     """Whether a save was cut off: a staged file, or files of a step that has no meta file."""
     names = [path.name for path in directory.glob("*_step_*")]
     steps = {name.split("_step_")[1].split(".")[0] for name in names}
-    return any(n.endswith(".tmp") for n in names) or any(
+    return any(n.endswith(".partial") for n in names) or any(
         f"meta_step_{step}.json" not in names for step in steps
     )

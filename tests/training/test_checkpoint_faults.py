@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from gptoss.training import atomic
-from gptoss.training.atomic import sha256_of, write_atomically
+from gptoss.data import atomic
 from gptoss.training.checkpoint import CheckpointManager
 from gptoss.training.checkpoint_files import CheckpointError
+from gptoss.training.file_record import sha256_of
 
 FILES = ("model_step_2.safetensors", "optim_step_2.safetensors", "meta_step_2.json")
 
@@ -226,17 +226,3 @@ def test_step_saved_again_is_never_lost_when_a_directory_cannot_be_flushed(
     two_steps.save(*kills.state_of(7), step=2, extra_meta={"serial": 7})
     assert two_steps.load(kills.state_of(0)[0])["serial"] == 7
     assert len(list(two_steps.save_dir.glob("*_step_2*"))) == 3
-
-
-def test_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-
-    def interrupted(staged: Path) -> None:
-        staged.write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(path, interrupted)
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]

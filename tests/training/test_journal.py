@@ -71,3 +71,9 @@ def test_lines_reach_the_file_at_once(tmp_path):
     journal.write({"step": 1})
     assert json.loads(path.read_text()) == {"step": 1}
     journal.close()
+
+
+def test_what_a_killed_rewind_staged_is_cleared_away(tmp_path):
+    (tmp_path / ".metrics.jsonl.123.partial").write_text("half")
+    Journal(tmp_path / "metrics.jsonl").close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

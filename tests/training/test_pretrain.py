@@ -60,6 +60,16 @@ def test_the_directory_alone_is_enough_to_generate(text_run):
     assert isinstance(text, str)
 
 
+def test_what_a_killed_run_staged_is_cleared_away_by_the_next(text_run, tmp_path):
+    pretrain(text_run(), progress=False, max_steps=1)
+    names = {path.name for path in (tmp_path / "run").iterdir()} - {"train.lock"}
+    assert {"config.json", "tokenizer.json", "metrics.jsonl", "meta_step_1.json"} < names
+    for name in names:
+        (tmp_path / "run" / f".{name}.123.partial").write_text("half")
+    pretrain(text_run(), progress=False, max_steps=1)
+    assert not list((tmp_path / "run").glob("*.partial"))
+
+
 def test_an_earlier_step_can_be_loaded(text_run):
     result = pretrain(text_run(), progress=False)
     early, _, _ = load_run(result.checkpoint_dir, step=5)
