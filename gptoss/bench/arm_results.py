@@ -97,7 +97,7 @@ def write_result(
     """
     made = {
         "date": date.today().isoformat(),
-        "machine": machine(gpus=1),  # an arm is the work of one process
+        "machine": machine(),
         "software": software(),
         "commit": commit or current_commit(),
     }

@@ -129,6 +129,7 @@ def make_evidence(
     notes: Sequence[str] = (),
     commit: str | None = None,
     on_cpu: bool = False,
+    gpus: int = 1,
 ) -> dict[str, Any]:
     """Put a table together with where it comes from.
 
@@ -142,6 +143,7 @@ def make_evidence(
         notes: what a reader must know beside the numbers.
         commit: the version of this package; asked of git unless given.
         on_cpu: it was measured on the processor, whether there is a GPU or not.
+        gpus: how many it was measured on, where there are any.
 
     Raises:
         ValueError: a row has a key that `columns` does not explain.
@@ -151,7 +153,7 @@ def make_evidence(
         "name": name,
         "title": title,
         "date": date.today().isoformat(),
-        "machine": machine(on_cpu),
+        "machine": machine(on_cpu, gpus),
         "software": software(),
         "commit": commit or current_commit(),
         "command": command,

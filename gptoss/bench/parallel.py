@@ -131,7 +131,7 @@ def compare_engines(
         notes.append(f"{processes} of {gpus} GPUs")
     return make_evidence(
         "parallel", f"One process and {processes}, {config}", COLUMNS, summary + curves,
-        command=command, convention=CONVENTION, notes=notes, commit=commit,
+        command=command, convention=CONVENTION, notes=notes, commit=commit, gpus=processes,
     )  # fmt: skip
 
 

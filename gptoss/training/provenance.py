@@ -9,17 +9,16 @@ from pathlib import Path
 import torch
 
 
-def machine(on_cpu: bool = False, gpus: int | None = None) -> str:
+def machine(on_cpu: bool = False, gpus: int = 1) -> str:
     """The device that was measured, in words: "one NVIDIA H200", "2 x NVIDIA H200" or the processor's kind.
 
     Args:
         on_cpu: the work ran on the processor, whether there is a GPU or not.
-        gpus: how many GPUs the work used; all that are there when left out.
+        gpus: how many GPUs the work used, where there are any.
     """
     if torch.cuda.is_available() and not on_cpu:
-        count = torch.cuda.device_count() if gpus is None else gpus
         name = torch.cuda.get_device_name(0)
-        return f"one {name}" if count == 1 else f"{count} x {name}"
+        return f"one {name}" if gpus == 1 else f"{gpus} x {name}"
     return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
 
 

@@ -201,7 +201,7 @@ def test_arms_of_different_machines_and_commits_are_noted(config, done):
     assert (table["machine"], table["commit"], table["date"]) == ("one NVIDIA H200", "abc1234", "2999-01-02")  # fmt: skip
     notes = [note for note in table["notes"] if note.startswith("arms were made")]
     assert len(notes) == 2  # the software is the same
-    assert f"on different machines; one NVIDIA H200: {FIRST.name}; {arm_results.machine(gpus=1)}: {SECOND.name}" in notes[0]  # fmt: skip
+    assert f"on different machines; one NVIDIA H200: {FIRST.name}; {arm_results.machine()}: {SECOND.name}" in notes[0]  # fmt: skip
     assert f"at different commits; abc1234: {FIRST.name}; def5678: {SECOND.name}" in notes[1]
     made_elsewhere(done / f"{FIRST.name}.json", date="1999-01-02")
     assert ask(done, config)["commit"] == "def5678"
