@@ -2,7 +2,7 @@
 # On Linux without a GPU, `make book TORCH=cpu` takes the CPU build of PyTorch in place of gigabytes of CUDA.
 
 .DEFAULT_GOAL := help
-.PHONY: help book test lint types pytest notebooks lab format evidence torture clean
+.PHONY: moved help book test lint types pytest notebooks lab format evidence torture clean
 
 # Threads that wait sleep: on a busy machine spinning ones take ten times as long.
 export OMP_WAIT_POLICY ?= passive
@@ -18,7 +18,10 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  Switches: TORCH=cpu (PyTorch without CUDA), PYTHON=python3.12 (which Python), OPEN=no (do not open the site)"
 
-$(READY): pyproject.toml constraints.txt .ci/setup
+# .venv/ready holds the directory that it was made in: a moved checkout is set up again.
+MOVED := $(filter-out $(CURDIR),$(shell cat $(READY) 2>/dev/null))
+
+$(READY): pyproject.toml constraints.txt .ci/setup $(if $(MOVED),moved)
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh .ci/setup
 
 book: $(READY) ## run the notebooks that changed (or whose package did), build the site, open it

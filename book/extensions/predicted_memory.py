@@ -16,14 +16,15 @@ from sphinx.util.docutils import SphinxDirective
 
 from gptoss.config import load_config
 from gptoss.training.memory import predict_run_memory
-from gptoss.training.plan import sequences_per_step
+from gptoss.training.plan import plan_batches, sequences_per_step
 
 
 def predicted_gib(config: str, settings: list[str], gpus: int = 1) -> float:
     """Peak of a step in GiB, for each of so many GPUs.
 
     Raises:
-        ValueError: a setting that does not exist, or another step than the configuration's.
+        ValueError: a setting that does not exist, another step than the configuration's, or one that so many GPUs cannot
+            share.
     """
     run, begun = load_config(config, settings), load_config(config)
     sequences = sequences_per_step(run.training)
@@ -31,11 +32,15 @@ def predicted_gib(config: str, settings: list[str], gpus: int = 1) -> float:
         raise ValueError(
             f"{' '.join(settings)}: {sequences} sequences a step, not those of {config}"
         )
-    size = run.training.micro_batch_size
-    assert isinstance(size, int), "no 'auto' here: it depends on the card"
-    rounds = sequences // gpus // size
+    assert run.training.micro_batch_size != "auto", "it depends on the card"
+    cut = plan_batches(run.training, run.model.max_seq_len, gpus)
     memory = predict_run_memory(
-        run.model, run.training, size, accumulation=rounds, world_size=gpus, device="cuda"
+        run.model,
+        run.training,
+        cut.micro_batch,
+        accumulation=cut.accumulation,
+        world_size=gpus,
+        device="cuda",
     )
     return memory.gib
 

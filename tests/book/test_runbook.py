@@ -180,6 +180,8 @@ def test_the_memory_table_is_the_trainers_own_prediction() -> None:
     assert 0 < saved < whole
     with pytest.raises(ValueError, match="8 sequences a step"):
         memory.predicted_gib("pretrain_a100_502m", ["training.micro_batch_size=2"])
+    with pytest.raises(ValueError, match="3 processes cannot share"):
+        memory.predicted_gib("pretrain_a100_502m", [], 3)
 
 
 def test_each_line_of_the_memory_table_needs_less_than_the_one_above() -> None:

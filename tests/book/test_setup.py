@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("sh", "dirname", "grep", "tail", "cut", "touch", "rm", "make", "uname")
+TOOLS = ("sh", "cat", "dirname", "grep", "tail", "cut", "touch", "rm", "make", "uname")
 
 
 @pytest.fixture
@@ -94,7 +94,44 @@ def test_pip_fails(machine, pip_says, answer):
     (environment / "python").write_text(
         f'#!/bin/sh\ncase "$*" in *pip*) echo "{pip_says}"; exit 1;; esac\n'
     )
-    (environment / "python").chmod(0o755)
+    (environment / "pip").write_text("#!/bin/sh\n")
+    for name in ("python", "pip"):
+        (environment / name).chmod(0o755)
     said = make(machine)
     assert said.startswith(answer)
     assert ".venv/setup.log" in said
+
+
+@pytest.mark.parametrize(
+    ("python", "pip"),
+    [
+        ("exit 1", "exit 0"),  # too old
+        ("exit 0", None),  # made without pip
+        ("exit 0", "#!/gone/.venv/bin/python"),  # made elsewhere, and moved here
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_made_anew(machine, python, pip):
+    add(machine, "gcc", "exit 0")
+    add(
+        machine,
+        "python3",
+        'case "$*" in *"-m venv"*) echo "$*" >made; exit 1;; esac; ' + REAL_PYTHON,
+    )
+    environment = machine / ".venv" / "bin"
+    environment.mkdir(parents=True)
+    for name, script in (("python", python), ("pip", pip)):
+        if script is not None:
+            (environment / name).write_text(script if "#!" in script else f"#!/bin/sh\n{script}\n")
+            (environment / name).chmod(0o755)
+    assert make(machine).startswith("setup: could not create .venv here")
+    assert (machine / "made").read_text() == "-m venv --clear .venv\n"
+
+
+@pytest.mark.parametrize(("place", "sets_up"), [(None, False), ("/elsewhere", True)])
+def test_a_moved_checkout_is_set_up_again(machine, place, sets_up):
+    environment = machine / ".venv"
+    environment.mkdir()
+    (environment / "ready").write_text(f"{place or machine.resolve()}\n")
+    done = subprocess.run(["make", "-n", "lint"], cwd=machine, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert ("sh .ci/setup" in done.stdout) == sets_up
