@@ -432,6 +432,7 @@ def _own(
     only_stream: bool = False,
     ones: bool = False,
     tape: bool = True,
+    detach: bool = True,
 ) -> Pair:
     class Again(torch.autograd.Function):
         @staticmethod
@@ -442,7 +443,8 @@ def _own(
         @staticmethod
         def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
             kept, needed = ctx.saved_tensors, ctx.needs_input_grad
-            x, w = (t.detach().requires_grad_(n) for t, n in zip(kept, needed, strict=True))
+            kept = [t.detach() for t in kept] if detach else kept
+            x, w = (t.requires_grad_(n) for t, n in zip(kept, needed, strict=True))
             with torch.set_grad_enabled(tape):  # off inside a backward pass
                 results = f(x, w)
             if ones:
@@ -523,8 +525,15 @@ check_checkpointed = Exercise(
         ),
         Mistake(
             "no tape the second time",
-            "inside backward no tape is written unless asked for: torch.enable_grad().",
+            "inside backward no tape is written unless asked for: torch.enable_grad(); "
+            "or the copies do not require gradients.",
             lambda f, x, w: _own(f, x, w, tape=False),
+        ),
+        Mistake(
+            "not detached",
+            "the saved tensors are x and w themselves. In training every gradient would be added to .grad twice: "
+            "by your backward pass, and again by the one around it.",
+            lambda f, x, w: _own(f, x, w, detach=False),
         ),
         Mistake(
             "loss forgotten",
@@ -550,7 +559,13 @@ check_checkpointed = Exercise(
 
 
 def _with_generator(
-    f: Computation, x: Tensor, w: Tensor, *, restore: bool = True, fixed: bool = False
+    f: Computation,
+    x: Tensor,
+    w: Tensor,
+    *,
+    restore: bool = True,
+    fixed: bool = False,
+    detach: bool = True,
 ) -> Tensor:
     class Again(torch.autograd.Function):
         @staticmethod
@@ -563,7 +578,8 @@ def _with_generator(
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-            x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+            kept = [t.detach() for t in ctx.saved_tensors] if detach else ctx.saved_tensors
+            x, w = (t.requires_grad_() for t in kept)
             today = torch.get_rng_state()
             if restore:
                 torch.set_rng_state(ctx.state)
@@ -631,6 +647,12 @@ check_repaired_checkpoint = Exercise(
             "a fixed seed",
             "the two runs agree now, but the output has changed: the first run must draw what it would have drawn anyway.",
             lambda f, x, w: _with_generator(f, x, w, fixed=True),
+        ),
+        Mistake(
+            "not detached",
+            "the saved tensors are x and w themselves. In training every gradient would be added to .grad twice: "
+            "by your backward pass, and again by the one around it.",
+            lambda f, x, w: _with_generator(f, x, w, detach=False),
         ),
     ),
     alternatives=(_with_generator,),

@@ -59,12 +59,28 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function did with one trial: numbers, gradients, or the error that stopped it."""
+    """What a function did with one trial: numbers, gradients, or the error that stopped it.
+
+    Args:
+        values: its results.
+        gradients: of the arguments that require one, by name.
+        error: what it raised, in the forward or in the backward pass.
+        changed: places of the arguments that it changed.
+        accumulated: names of the arguments into whose .grad its backward pass wrote.
+    """
 
     values: tuple[Any, ...] = ()
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     error: BaseException | None = None
     changed: tuple[int, ...] = ()
+    accumulated: tuple[str, ...] = ()
+
+    @property
+    def trouble(self) -> tuple[Any, ...]:
+        """What went wrong beside the numbers, in a form that two functions can share; empty when nothing did."""
+        if self.error is not None:  # its words, without the function's own name in front of them
+            return type(self.error), str(self.error).rpartition("() ")[2]
+        return self.accumulated
 
 
 @dataclass(frozen=True)
@@ -149,6 +165,11 @@ class Exercise:
             return f"It stopped with {_where(got.error)}"
         if got.changed:
             return f"It changed its argument number {got.changed[0] + 1} in place; leave the inputs alone."
+        if got.accumulated:
+            return (
+                f"The backward pass wrote into .grad of {got.accumulated[0]}, an argument: "
+                "detach the saved tensors."
+            )
         if len(got.values) != len(want.values):
             return f"It returned {len(got.values)} results instead of {len(want.values)}."
         several = len(want.values) > 1
@@ -196,11 +217,10 @@ class Exercise:
                 for trial, got in found
             ):
                 return mistake
-        for mistake in self.mistakes:  # an error has no numbers to compare: its kind will do
+        for mistake in self.mistakes:  # an error has no numbers to compare: kind and words will do
             outcomes = [(got, run(mistake.answer, trial, self.arguments)) for trial, got in found]
             if all(
-                type(got.error) is type(theirs.error)
-                and (got.error is not None or not self.difference(got, theirs))
+                got.trouble == theirs.trouble and (got.trouble or not self.difference(got, theirs))
                 for got, theirs in outcomes
             ):
                 return mistake
@@ -235,8 +255,9 @@ def run(function: Callable[..., Any], trial: Trial, names: tuple[str, ...]) -> O
         for place, (after, before) in enumerate(zip(arguments, untouched, strict=True))
         if isinstance(before, Tensor) and not _unchanged(before, after)
     )
+    accumulated = tuple(name for name, leaf in leaves.items() if leaf.grad is not None)
     detached = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
-    return Outcome(detached, gradients, changed=changed)
+    return Outcome(detached, gradients, changed=changed, accumulated=accumulated)
 
 
 def _unchanged(before: Tensor, after: Tensor) -> bool:

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,47 @@ def test_a_wrong_answer_is_told_what_is_wrong(answer: Any, words: str) -> None:
     verdict = SQUARE.judge(answer)
     assert not verdict.passed
     assert words in verdict.message
+
+
+class Squared(torch.autograd.Function):
+    """A square whose backward pass runs one of its own; a slip is named by the way the input is copied."""
+
+    @staticmethod
+    def forward(ctx: Any, copy: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.copy = copy
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        x = ctx.copy(x)
+        with torch.enable_grad():
+            y = x * x
+        y.backward(dy)
+        return None, x.grad
+
+
+def test_a_gradient_written_into_an_argument_is_seen() -> None:
+    right = SQUARE.judge(lambda x: Squared.apply(lambda t: t.detach().requires_grad_(), x))
+    assert right.passed, right.message
+    wrong = SQUARE.judge(lambda x: Squared.apply(lambda t: t, x))
+    assert not wrong.passed
+    assert ".grad of x" in wrong.message
+    assert "detach" in wrong.message
+
+
+def test_an_error_is_the_known_one_only_if_it_says_the_same() -> None:
+    def stop(words: str) -> Any:
+        def square(x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError(words)
+
+        return square
+
+    slip = Mistake("stopped", "there is no tape.", stop("square() needs a tape"))
+    exercise = replace(SQUARE, mistakes=(slip,))
+    assert exercise.judge(stop("answer() needs a tape")).mistake == "stopped"
+    assert exercise.judge(stop("expected 3 gradients, got 2")).mistake is None
 
 
 def test_a_right_answer_in_other_words_passes() -> None:
