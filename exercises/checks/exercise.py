@@ -238,7 +238,7 @@ def run(function: Callable[..., Any], trial: Trial, names: tuple[str, ...]) -> O
         trial: makes the arguments.
         names: of the arguments; gradients are kept by name, and only where there is one.
     """
-    arguments, untouched = trial.make(), trial.make()
+    arguments, untouched = _own_containers(trial.make()), trial.make()
     leaves = {
         name: argument
         for name, argument in zip(names, arguments, strict=True)
@@ -253,18 +253,37 @@ def run(function: Callable[..., Any], trial: Trial, names: tuple[str, ...]) -> O
     changed = tuple(
         place
         for place, (after, before) in enumerate(zip(arguments, untouched, strict=True))
-        if isinstance(before, Tensor) and not _unchanged(before, after)
+        if not _unchanged(before, after)
     )
     accumulated = tuple(name for name, leaf in leaves.items() if leaf.grad is not None)
     detached = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
     return Outcome(detached, gradients, changed=changed, accumulated=accumulated)
 
 
-def _unchanged(before: Tensor, after: Tensor) -> bool:
-    """Whether a tensor holds what it held; a NaN that was there may stay."""
-    return torch.equal(torch.nan_to_num(after), torch.nan_to_num(before)) and torch.equal(
-        torch.isnan(after), torch.isnan(before)
-    )
+def _own_containers(argument: Any) -> Any:
+    """The argument with lists and dicts of its own, so that no answer can change those of the trial."""
+    if isinstance(argument, dict):
+        return {key: _own_containers(value) for key, value in argument.items()}
+    if isinstance(argument, tuple | list):
+        return type(argument)(_own_containers(part) for part in argument)
+    return argument
+
+
+def _unchanged(before: Any, after: Any) -> bool:
+    """Whether an argument holds what it held, at every depth; a NaN that was there may stay."""
+    if type(after) is not type(before):
+        return False
+    if isinstance(before, Tensor):
+        return before.shape == after.shape and torch.allclose(
+            after, before, rtol=0, atol=0, equal_nan=True
+        )
+    if isinstance(before, dict):
+        return before.keys() == after.keys() and all(
+            _unchanged(before[k], after[k]) for k in before
+        )
+    if isinstance(before, tuple | list):
+        return len(before) == len(after) and all(map(_unchanged, before, after))
+    return bool(after == before or before != before or callable(before))
 
 
 def _gradients(values: tuple[Any, ...], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -253,6 +253,36 @@ def test_an_error_is_the_known_one_only_if_it_says_the_same() -> None:
     assert exercise.judge(stop("expected 3 gradients, got 2")).mistake is None
 
 
+def _total(parts: Any) -> Any:
+    return parts["all"][0] + parts["all"][1].sum()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda parts: parts["all"][1].mul_(0),
+        lambda parts: parts["all"][1].unsqueeze_(0),
+        lambda parts: parts["all"].__setitem__(0, 9.0),
+        lambda parts: parts["all"].pop(),
+        lambda parts: parts.clear(),
+    ],
+    ids=["a tensor's numbers", "its shape", "a number", "a list", "a dict"],
+)
+def test_a_change_deep_inside_an_argument_is_seen(spoil: Any) -> None:
+    parts = Trial("parts", lambda: ({"all": [1.0, torch.tensor([2.0, torch.nan])]},))
+    exercise = replace(SQUARE, reference=_total, trials=(parts,), mistakes=())
+    assert exercise.judge(_total).passed
+    assert "in place" in exercise.judge(lambda parts: (_total(parts), spoil(parts))[0]).message
+
+
+def test_a_list_that_a_trial_keeps_is_safe_from_answers() -> None:
+    kept = {"all": [1.0, torch.tensor(2.0)]}
+    exercise = replace(SQUARE, reference=_total, trials=(Trial("kept", lambda: (kept,)),))
+    careless = lambda parts: (_total(parts), parts["all"].clear())[0]  # noqa: E731  # one line says it
+    assert "in place" in exercise.judge(careless).message
+    assert len(kept["all"]) == 2
+
+
 def test_a_right_answer_in_other_words_passes() -> None:
     assert SQUARE.judge(lambda x: torch.stack([y * y for y in x])).passed
 
