@@ -10,15 +10,12 @@ import sys
 import types
 from pathlib import Path
 
+import api_signatures
 import pytest
 
 import gptoss
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "book/extensions"))
-
-import api_signatures  # noqa: E402 # lies beside the book, outside the package
-
 PAGES = {path.name: path.read_text() for path in (ROOT / "book/api").glob("*.md")}
 ENTRIES = [name for page in PAGES.values() for name in re.findall(r"\.\. auto\w+:: (\S+)", page)]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from offline_pages import external_loads
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN_ROWS = 120
@@ -261,6 +262,23 @@ def test_evidence_that_cannot_be_read_fails_the_build_with_one_line(site):
     assert len(lines) == 2
     assert "broken.json: not JSON" in lines[0]
     assert "evidence nameless: 'commit' must be there, as str" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("html", "loaded"),
+    [
+        ("<img src='a.png' srcset='b.png 1x, https://a.org/c.png 2x'>", ["https://a.org/c.png"]),
+        ("<video poster=//a.org/p.png></video>", ["//a.org/p.png"]),
+        ("<svg><image xlink:href='https://a.org/i.png'/></svg>", ["https://a.org/i.png"]),
+        ("<link rel='stylesheet' href='https://a.org/s.css'>", ["https://a.org/s.css"]),
+        ("<style>b { background: url(https://a.org/y.png) }</style>", ["https://a.org/y.png"]),
+        ("<p style='background: url(//a.org/z)'>x</p>", ["//a.org/z"]),
+        ("<link rel='canonical' href='https://a.org'><a href='https://a.org'>x</a>", []),
+        ("<img src='data:image/svg+xml,http://www.w3.org'> url(https://a.org)", []),
+    ],
+)
+def test_what_a_page_loads_from_elsewhere_is_found(html, loaded):
+    assert external_loads(html) == loaded
 
 
 def test_what_does_not_resolve_or_loads_from_elsewhere_fails_the_build(site):

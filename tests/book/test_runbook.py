@@ -5,20 +5,19 @@ import importlib
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
+from predicted_memory import predicted_gib
 
 from gptoss.cli.entry import app
 from gptoss.config import load_config
 from gptoss.pretrained import load_pretrained
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "book/extensions"))
 PAGE = (ROOT / "book/runbook.md").read_text()
 SHELL = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -174,25 +173,23 @@ def test_python_on_the_page_runs(tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_the_memory_table_is_the_trainers_own_prediction() -> None:
-    memory = importlib.import_module("predicted_memory")
-    whole = memory.predicted_gib("pretrain_a100_502m", [])
-    saved = memory.predicted_gib("pretrain_a100_502m", ["training.grad_checkpoint_every=1"])
+    whole = predicted_gib("pretrain_a100_502m", [])
+    saved = predicted_gib("pretrain_a100_502m", ["training.grad_checkpoint_every=1"])
     assert 0 < saved < whole
     with pytest.raises(ValueError, match="8 sequences a step"):
-        memory.predicted_gib("pretrain_a100_502m", ["training.micro_batch_size=2"])
+        predicted_gib("pretrain_a100_502m", ["training.micro_batch_size=2"])
     with pytest.raises(ValueError, match="3 processes cannot share"):
-        memory.predicted_gib("pretrain_a100_502m", [], 3)
+        predicted_gib("pretrain_a100_502m", [], 3)
 
 
 def test_each_line_of_the_memory_table_needs_less_than_the_one_above() -> None:
-    memory = importlib.import_module("predicted_memory")
     body = re.search(r"```{predicted-memory} (\w+)\n(.*?)```", PAGE, re.DOTALL)
     assert body
     settings, column = [], []
     for line in body[2].splitlines():
         settings += re.findall(r"\w+\.\w+=\S+", line.split("|")[0])
         gpus = 8 if "on 8 GPUs" in line else 1
-        column.append(memory.predicted_gib(body[1], settings, gpus))
+        column.append(predicted_gib(body[1], settings, gpus))
     assert column == sorted(column, reverse=True)
     assert len(set(column)) == len(column) > 4
 
