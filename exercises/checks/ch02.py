@@ -181,6 +181,7 @@ def _occupancy(
     *,
     step: int = 8,
     reserved: int = 1024,
+    kibibytes: int = 228,
     slots: float = 32,
     by_registers: bool = True,
     by_shared: bool = True,
@@ -191,7 +192,7 @@ def _occupancy(
     if by_registers:
         limits.append(65536 / (rounded * 32 * warps))
     if by_shared:
-        limits.append(228 * 1024 / max(shared + reserved, 1))
+        limits.append(kibibytes * 1024 / max(shared + reserved, 1))
     blocks = floor(min(limits)) if whole else min(limits)
     return blocks * warps / 64
 
@@ -217,7 +218,7 @@ check_occupancy = Exercise(
     reference=lambda warps, registers, shared: _occupancy(warps, registers, shared),
     trials=(
         Trial("4 warps, 64 registers, 5 KiB", lambda: (4, 64, 5120)),
-        Trial("8 warps, 200 registers, 144 KiB", lambda: (8, 200, 147456)),
+        Trial("8 warps, 40 registers, 56 KiB: four fit exactly", lambda: (8, 40, 57344)),
         Trial("4 warps, 97 registers, no shared memory", lambda: (4, 97, 0)),
         Trial("one warp a program, few registers", lambda: (1, 32, 0)),
         Trial("4 warps, 32 registers, 56.5 KiB", lambda: (4, 32, 57856)),
@@ -243,6 +244,11 @@ check_occupancy = Exercise(
             "reserve forgotten",
             "each program also costs 1 KiB of shared memory that the system keeps.",
             lambda w, r, s: _occupancy(w, r, s, reserved=0),
+        ),
+        Mistake(
+            "reserve taken twice",
+            "the multiprocessor has 228 KiB; 227 is the most that one program may ask for.",
+            lambda w, r, s: _occupancy(w, r, s, kibibytes=227),
         ),
         Mistake(
             "no limit on programs",
