@@ -37,12 +37,14 @@ def _only(result: Tensor, count: int) -> Tensor:
     return torch.where(torch.arange(result.numel()) < count, result, 0.0)
 
 
-def _scale_trial(label: str, n: int, seed: int, step: int = 1, double: bool = False) -> Trial:
+def _scale_trial(
+    label: str, n: int, seed: int, step: int = 1, double: bool = False, alpha: float = 1.5
+) -> Trial:
     dtype = torch.float64 if double else torch.float32
 
     def make() -> tuple[float, Tensor, Tensor]:
         x = _numbers(n * step, seed=seed, dtype=dtype)[::step]
-        return 1.5, x, _numbers(n, seed=seed + 1, dtype=dtype)
+        return alpha, x, _numbers(n, seed=seed + 1, dtype=dtype)
 
     return Trial(label, make)
 
@@ -55,7 +57,7 @@ check_scale_and_add = Exercise(
     reference=_scale_and_add,
     trials=(
         _scale_trial("128 numbers, two whole tiles", 128, 0),
-        _scale_trial("100 numbers", 100, 10),
+        _scale_trial("100 numbers, alpha = −0.25", 100, 10, alpha=-0.25),
         _scale_trial("one number", 1, 20),
         _scale_trial("every third number of a longer x", 70, 30, step=3),
         _scale_trial("65 numbers, float64", 65, 40, double=True),
@@ -198,8 +200,9 @@ def _product_trial(
     label: str, M: int, K: int, N: int, seed: int, transposed: bool = False
 ) -> Trial:
     def make() -> tuple[Tensor, Tensor]:
-        x = _numbers(K, M, seed=seed).T if transposed else _numbers(M, K, seed=seed)
-        return x, _numbers(N, K, seed=seed + 1)
+        if transposed:
+            return _numbers(K, M, seed=seed).T, _numbers(K, N, seed=seed + 1).T
+        return _numbers(M, K, seed=seed), _numbers(N, K, seed=seed + 1)
 
     return Trial(label, make)
 
@@ -213,7 +216,7 @@ check_linear_silu = Exercise(
     trials=(
         _product_trial("16 × 32 times 32 × 16, whole tiles", 16, 32, 16, 0),
         _product_trial("5 × 37 times 37 × 19", 5, 37, 19, 10),
-        _product_trial("a transposed x", 18, 20, 7, 20, transposed=True),
+        _product_trial("a transposed x and a transposed w", 18, 20, 7, 20, transposed=True),
         _product_trial("one number each", 1, 1, 1, 30),
     ),
     mistakes=(
@@ -239,8 +242,18 @@ check_linear_silu = Exercise(
         ),
         Mistake(
             "strides ignored",
+            "right while x and w are contiguous. Use both strides of each in its address.",
+            lambda x, w: F.silu(_read_densely(x) @ _read_densely(w).T),
+        ),
+        Mistake(
+            "strides of x ignored",
             "right while x is contiguous. Use both strides of x in its address.",
             lambda x, w: F.silu(_read_densely(x) @ w.T),
+        ),
+        Mistake(
+            "strides of w ignored",
+            "right while w is contiguous. Use both strides of w in its address.",
+            lambda x, w: F.silu(x @ _read_densely(w).T),
         ),
     ),
     alternatives=(
