@@ -43,6 +43,12 @@ def _softmax_unshifted_sink(scores: Tensor, b: Tensor) -> Tensor:
     return e / (e.sum(-1, keepdim=True) + b.exp()[:, None, None])
 
 
+def _softmax_maximum_of_scores(scores: Tensor, b: Tensor, *, detach: bool = False) -> Tensor:
+    top = (scores.detach() if detach else scores).amax(-1, keepdim=True).clamp(min=-1e30)
+    e = torch.exp(scores - top)
+    return e / (e.sum(-1, keepdim=True) + torch.exp(b[:, None, None] - top))
+
+
 def _softmax_no_maximum(scores: Tensor, b: Tensor) -> Tensor:
     e = torch.exp(scores)
     return e / (e.sum(-1, keepdim=True) + b.exp()[:, None, None])
@@ -58,14 +64,21 @@ def _softmax_renormalised(scores: Tensor, b: Tensor) -> Tensor:
 
 
 def _scores(
-    *shape: int, seed: int, shift: float = 0.0, dtype: torch.dtype = torch.float32
+    *shape: int,
+    seed: int,
+    shift: float = 0.0,
+    sink_shift: float | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Trial:
+    at = shift if sink_shift is None else sink_shift
+
     def make() -> tuple[Tensor, Tensor]:
         scores = _numbers(*shape, seed=seed, dtype=dtype) + shift
-        b = _numbers(shape[0], seed=seed + 1, dtype=dtype) + shift
+        b = _numbers(shape[0], seed=seed + 1, dtype=dtype) + at
         return scores.requires_grad_(), b.requires_grad_()
 
-    return Trial(f"scores {shape} near {shift:g}, {str(dtype).removeprefix('torch.')}", make)
+    apart = "" if sink_shift is None else f" and b near {at:g}"
+    return Trial(f"scores {shape} near {shift:g}{apart}, {str(dtype).removeprefix('torch.')}", make)
 
 
 def _hidden_scores() -> tuple[Tensor, Tensor]:
@@ -73,6 +86,11 @@ def _hidden_scores() -> tuple[Tensor, Tensor]:
     # no gradient asked for: torch.logsumexp has none in a row of −∞, and an answer may well be built on it
     return scores, torch.tensor([0.5, -3.0])
 
+
+_B_IN_MAXIMUM = (
+    "b may lie 300 above all scores, and exp(300) does not fit into float32. b is one of the exponents: the maximum "
+    "is over it too."
+)
 
 check_softmax_with_sink = Exercise(
     function="softmax_with_sink",
@@ -82,7 +100,7 @@ check_softmax_with_sink = Exercise(
     reference=_softmax_reference,
     trials=(
         _scores(2, 3, 4, seed=0),
-        _scores(3, 5, 7, seed=1),
+        _scores(3, 5, 7, seed=1, sink_shift=300.0),
         _scores(2, 3, 5, seed=2, shift=300.0),
         _scores(2, 3, 5, seed=3, shift=-300.0),
         Trial("a first query that sees no key (its scores are all −∞)", _hidden_scores),
@@ -98,6 +116,16 @@ check_softmax_with_sink = Exercise(
             "no maximum",
             "exp(300) does not fit into float32. Take the largest exponent (b is one of them) off all of them first.",
             _softmax_no_maximum,
+        ),
+        Mistake(
+            "maximum of the scores alone",
+            _B_IN_MAXIMUM,
+            _softmax_maximum_of_scores,
+        ),
+        Mistake(
+            "maximum of the scores alone, detached",
+            _B_IN_MAXIMUM,
+            lambda scores, b: _softmax_maximum_of_scores(scores, b, detach=True),
         ),
         Mistake(
             "b ignored",
