@@ -59,13 +59,18 @@ def _rotate_overwritten(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def _rotate_trial(
-    label: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, strided: bool = False
+    label: str,
+    shape: tuple[int, ...],
+    seed: int,
+    dtype: torch.dtype,
+    strided: bool = False,
+    first: int = 0,
 ) -> Trial:
     def make() -> tuple[Tensor, Tensor]:
         B, H, T, D = shape
         x = _numbers(B, T, H, D, seed=seed, dtype=dtype).transpose(1, 2)
         x = x if strided else x.contiguous()
-        positions = torch.arange(T, dtype=torch.float64) * 7 + seed
+        positions = torch.arange(T, dtype=torch.float64) * 7 + seed + first
         return x.requires_grad_(), positions[:, None] * _plain(D, 100.0)
 
     return Trial(label, make)
@@ -81,7 +86,9 @@ check_rotate = Exercise(
         _rotate_trial("2 heads, 5 tokens, D = 8", (2, 2, 5, 8), 0, torch.float32),
         _rotate_trial("strided input, odd length, D = 6", (1, 3, 7, 6), 1, torch.float32, True),
         _rotate_trial("one token, one pair, float64", (1, 1, 1, 2), 2, torch.float64),
-        _rotate_trial("D = 12, float64", (2, 1, 4, 12), 3, torch.float64),
+        _rotate_trial(
+            "positions from 131,069 on, D = 12", (2, 1, 4, 12), 3, torch.float32, first=131_066
+        ),
     ),
     mistakes=(
         Mistake(
@@ -103,6 +110,12 @@ check_rotate = Exercise(
             "overwritten",
             "the second member was computed from the new first member. Both need the old ones.",
             _rotate_overwritten,
+        ),
+        Mistake(
+            "angles rounded",
+            "the angles were cast before their cosine: float32 holds an angle of 131,069 only to 0.004. Cast the "
+            "cosine and the sine.",
+            lambda x, angles: _rotate_reference(x, angles.to(x.dtype)),
         ),
     ),
     alternatives=(_rotate_complex,),
@@ -205,6 +218,7 @@ def _yarn(
     periods: bool = False,
     ramp_over_turns: bool = False,
     low_below_zero: bool = False,
+    top: float | None = None,
 ) -> Tensor:
     omega = _plain(head_dim, theta)
     pair = torch.arange(head_dim // 2, dtype=torch.float64)
@@ -214,7 +228,8 @@ def _yarn(
     )
     if rounded:
         low, high = math.floor(low), math.ceil(high)
-    low, high = low if low_below_zero else max(low, 0), min(high, head_dim - 1)
+    low = low if low_below_zero else max(low, 0)
+    high = min(high, head_dim - 1 if top is None else top)
     ramp = (pair - low) / (high - low)
     if ramp_over_turns:
         turns = original_length * omega / circle
@@ -240,9 +255,10 @@ def _yarn_by_loop(
     first = original_length / (2 * math.pi)  # turns of pair 0
     found = []
     top = math.log(min(beta_fast, first))
+    bottom = math.log(max(beta_slow, first * theta ** (-2 * (head_dim - 1) / head_dim)))
     for i in range(head_dim // 2):
         turns = first * theta ** (-2 * i / head_dim)
-        ramp = min(max((top - math.log(turns)) / (top - math.log(beta_slow)), 0.0), 1.0)
+        ramp = min(max((top - math.log(turns)) / (top - bottom), 0.0), 1.0)
         found.append(theta ** (-2 * i / head_dim) * (1 - ramp + ramp / scale_factor))
     return torch.tensor(found, dtype=torch.float64)
 
@@ -261,7 +277,7 @@ check_yarn_frequencies = Exercise(
         _yarn_trial("the production model", 96, 1e5, 32, 4096, 32, 1),
         _yarn_trial("D = 64, θ = 150,000 (gpt-oss)", 64, 150_000, 32, 4096, 32, 1),
         _yarn_trial("a short training length: low would lie below pair 0", 32, 1e3, 8, 64, 32, 1),
-        _yarn_trial("s = 1", 16, 1e4, 1, 256, 8, 2),
+        _yarn_trial("θ = 10: high would lie beyond D − 1", 16, 10.0, 4, 100_000, 10_000, 1),
     ),
     mistakes=(
         Mistake(
@@ -298,6 +314,16 @@ check_yarn_frequencies = Exercise(
             "low below 0",
             "the training length is so short here that low falls below pair 0. Hold it at 0.",
             partial(_yarn, low_below_zero=True),
+        ),
+        Mistake(
+            "high not held",
+            "θ is so small here that high rises beyond D − 1. Hold it there.",
+            partial(_yarn, top=math.inf),
+        ),
+        Mistake(
+            "high held at the last pair",
+            "high was held at D/2 − 1, the last pair. The bound is D − 1.",
+            lambda head_dim, *rest: _yarn(head_dim, *rest, top=head_dim // 2 - 1),
         ),
         Mistake(
             "position interpolation",
@@ -360,7 +386,7 @@ check_unseen_pairs = Exercise(
         _unseen_trial("trained plain, read plain at 128K", 1, 4095, 1, 131_071),
         _unseen_trial("trained with YaRN, read with YaRN at 128K", 32, 4095, 32, 131_071),
         _unseen_trial("trained plain, read with YaRN at 128K", 1, 4095, 32, 131_071),
-        _unseen_trial("trained with YaRN, read plain at 4K", 32, 4095, 1, 4095),
+        _unseen_trial("trained with YaRN, read plain, both at 1K", 32, 1023, 1, 1023),
         _unseen_trial("read at the trained length", 1, 4095, 1, 4095),
     ),
     mistakes=(
