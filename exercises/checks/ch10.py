@@ -373,8 +373,8 @@ check_backward_prices = Exercise(
     ),
     mistakes=(
         Mistake(
-            "one matrix",
-            "two products are computed again, W1's and W3's.",
+            "half the FLOPs",
+            "the FLOPs are half: two products, W1's and W3's, and 2 FLOPs for each multiply-add.",
             lambda R, C, F, b, rate, bandwidth: (2 * R * C * F / rate, 4 * R * F * b / bandwidth),
         ),
         Mistake(
@@ -386,14 +386,6 @@ check_backward_prices = Exercise(
             "elements for bytes",
             "bandwidth counts bytes: a number takes b of them.",
             lambda R, C, F, b, rate, bandwidth: (4 * R * C * F / rate, 4 * R * F / bandwidth),
-        ),
-        Mistake(
-            "multiplications only",
-            "a multiplication and an addition are two FLOPs.",
-            lambda R, C, F, b, rate, bandwidth: (
-                2 * R * C * F / rate / 1,
-                2 * R * F * b / bandwidth,
-            ),
         ),
     ),
     alternatives=(
