@@ -124,15 +124,16 @@ def _adamw(
 
 
 def _adamw_trial(
-    label: str, t: int, size: float, decay: float, seed: int, eps: float = 1e-6
-) -> Trial:
+    label: str, t: int, size: float, decay: float, seed: int,
+    eps: float = 1e-6, lr: float = 0.01, b1: float = 0.9, b2: float = 0.95,
+) -> Trial:  # fmt: skip
     def make() -> tuple:
         theta, g, m = (
             _numbers(3, 4, seed=seed + n, dtype=torch.float64) * f
             for n, f in ((0, 1.0), (1, size), (2, size if t > 1 else 0.0))
         )
         v = (_numbers(3, 4, seed=seed + 3, dtype=torch.float64) * (size if t > 1 else 0.0)) ** 2
-        return theta, g, m, v, t, 0.01, 0.9, 0.95, eps, decay
+        return theta, g, m, v, t, lr, b1, b2, eps, decay
 
     return Trial(label, make)
 
@@ -146,7 +147,9 @@ check_adamw_step = Exercise(
     trials=(
         _adamw_trial("step 7, no decay", 7, 1.0, 0.0, 0),
         _adamw_trial("step 1, both means at 0", 1, 1.0, 0.1, 10),
-        _adamw_trial("step 3 with decay", 3, 1.0, 0.5, 20),
+        _adamw_trial(
+            "step 3 with decay, β₁ = 0.8, β₂ = 0.99", 3, 1.0, 0.5, 20, lr=0.3, b1=0.8, b2=0.99
+        ),
         _adamw_trial("gradients of 1e-4, ε = 1e-3", 5, 1e-4, 0.1, 30, eps=1e-3),
         _adamw_trial("step 4000", 4000, 0.1, 0.1, 40),
     ),
