@@ -324,6 +324,7 @@ def _unpermute(
     keys_back: bool = True,
     swap: bool = True,
     walk: bool = True,
+    beyond: int = 0,
 ) -> int:
     half = max(1, ((length - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -336,7 +337,7 @@ def _unpermute(
             else:
                 left, right = right, left ^ (mix(right ^ mix(key + i)) & mask)
         item = left << half | right
-        if item < length or not walk:
+        if item < length + beyond or not walk:
             return item
 
 
@@ -362,7 +363,7 @@ check_unpermute = Exercise(
     trials=(
         _window(16, 3, 1),
         _window(64, 40, 2),
-        _window(100, 7, 5),
+        _window(3, 2, 0),
         _window(100, 99, 5),
         _window(300, 123, -4),
         _window(1000, 0, 2**70),
@@ -391,6 +392,11 @@ check_unpermute = Exercise(
             "right where the length is a power of four. Elsewhere the walk has to be walked back, until the index is "
             "below length.",
             lambda item, length, key: _unpermute(item, length, key, walk=False),
+        ),
+        Mistake(
+            "walk too short",
+            "an index equal to length came out. Indices run from 0 to length − 1: the walk goes on there.",
+            lambda item, length, key: _unpermute(item, length, key, beyond=1),
         ),
     ),
     alternatives=(_unpermute_by_search,),
