@@ -255,6 +255,11 @@ def _needed_amdahl(step: float, part: float, factor: float) -> float:
     return factor * s / bottom if bottom > 0 else 0.0
 
 
+def _needed_at_the_limit(step: float, part: float, factor: float) -> float:
+    left = step / factor - (step - part)
+    return 0.0 if left < 0 else part / left
+
+
 check_needed_speedup = Exercise(
     function="needed_speedup",
     title="How much faster must a part be?",
@@ -265,7 +270,7 @@ check_needed_speedup = Exercise(
         Trial("a third of the step, 1.25 times", lambda: (240.0, 80.0, 1.25)),
         Trial("a tenth of the step, 1.05 times", lambda: (100.0, 10.0, 1.05)),
         Trial("a tenth of the step, twice", lambda: (100.0, 10.0, 2.0)),
-        Trial("nothing to gain", lambda: (100.0, 50.0, 1.0)),
+        Trial("half of the step, twice: the part may take no time", lambda: (100.0, 50.0, 2.0)),
         Trial("the part is the step", lambda: (100.0, 100.0, 3.0)),
     ),
     mistakes=(
@@ -283,6 +288,12 @@ check_needed_speedup = Exercise(
             "impossible not noticed",
             "when the rest alone takes longer than the new step, no speed of the part is enough: return 0.",
             lambda step, part, factor: part / (step / factor - (step - part)),
+        ),
+        Mistake(
+            "the limit itself",
+            "when the rest alone takes as long as the new step, the part would have to take no time: no speed is "
+            "enough, return 0.",
+            _needed_at_the_limit,
         ),
     ),
     alternatives=(_needed_amdahl,),
