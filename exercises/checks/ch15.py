@@ -169,6 +169,12 @@ def _merge_sink_unshifted(m: Tensor, t: Tensor, u: Tensor, b: Tensor) -> Tensor:
     return (weight[..., None] * u).sum(0) / ((weight * t).sum(0) + b.exp())[:, None]
 
 
+def _merge_maximum_of_runs(m: Tensor, t: Tensor, u: Tensor, b: Tensor) -> Tensor:
+    top = m.amax(0)
+    weight = torch.exp(m - top)
+    return (weight[..., None] * u).sum(0) / ((weight * t).sum(0) + torch.exp(b - top))[:, None]
+
+
 def _merge_empty(m: Tensor, t: Tensor, u: Tensor, b: Tensor) -> Tensor:
     outs = u / t[..., None]
     shares = torch.softmax(torch.cat((m + torch.log(t), b[None])), 0)[:-1]
@@ -212,12 +218,10 @@ check_merge_runs = Exercise(
     trials=(
         _runs_trial("3 runs, 2 heads", 3, 2, 4, 0),
         _runs_trial("one run, float64", 1, 3, 5, 10, dtype=torch.float64),
-        _runs_trial("a run without keys", 4, 2, 3, 20, empty=(1,)),
+        _runs_trial("the first and the last run without keys", 4, 2, 3, 20, empty=(0, 3)),
         _runs_trial("scores near 300", 3, 2, 4, 30, shift=300.0),
         _runs_trial("scores near −300", 3, 2, 4, 40, shift=-300.0),
-        _runs_trial(
-            "seven runs, two of them empty", 7, 1, 2, 50, empty=(0, 6), dtype=torch.float64
-        ),
+        _runs_trial("no run has keys", 2, 2, 3, 50, empty=(0, 1)),
     ),
     mistakes=(
         Mistake(
@@ -254,6 +258,11 @@ check_merge_runs = Exercise(
             "empty run",
             "an empty run has t = 0 and u = 0, and 0/0 is NaN. Don't divide before the runs are added.",
             _merge_empty,
+        ),
+        Mistake(
+            "maximum of the runs alone",
+            "where no run has keys, the largest m is −∞, and −∞ − (−∞) is NaN. b is one of the exponents too.",
+            _merge_maximum_of_runs,
         ),
     ),
     alternatives=(_merge_one_by_one, _merge_direct),
