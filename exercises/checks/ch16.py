@@ -54,6 +54,14 @@ def _hide_by_length(
     return torch.cat((text[:place], line, text[place:m], question))
 
 
+def _hide_rounded_down(
+    text: Tensor, line: Tensor, question: Tensor, n_answer: int, length: int, depth: float
+) -> Tensor:
+    m = length - len(line) - len(question) - n_answer
+    place = int(depth * m)
+    return torch.cat((text[:place], line, text[place:m], question))
+
+
 def _hide_over_text(
     text: Tensor, line: Tensor, question: Tensor, n_answer: int, length: int, depth: float
 ) -> Tensor:
@@ -82,7 +90,7 @@ check_hide_line = Exercise(
         _prompt("60 tokens, depth 0.5", 100, 5, 4, 3, 60, 0.5),
         _prompt("depth 0: the line comes first", 100, 5, 4, 3, 60, 0.0),
         _prompt("depth 1: the line stands before the question", 100, 5, 4, 3, 60, 1.0),
-        _prompt("67 tokens, depth 0.35", 200, 14, 6, 6, 67, 0.35),
+        _prompt("68 tokens, depth 0.35", 200, 14, 6, 6, 68, 0.35),
         _prompt("no filler at all", 100, 5, 4, 3, 12, 0.5),
     ),
     mistakes=(
@@ -100,6 +108,11 @@ check_hide_line = Exercise(
             "filler overwritten",
             "the line was put over the filler, so that some of its tokens are missing. It goes in between.",
             _hide_over_text,
+        ),
+        Mistake(
+            "rounded down",
+            "the line stands one token too early: 14.7 tokens of filler before it are 15, and int(14.7) is 14.",
+            _hide_rounded_down,
         ),
     ),
     alternatives=(_hide_by_loop,),
