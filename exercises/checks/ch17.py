@@ -57,6 +57,12 @@ def _rate_half_angle(step: int, warmup: int, total: int, min_ratio: float) -> fl
     return min_ratio * math.sin(angle) ** 2 + math.cos(angle) ** 2
 
 
+def _rate_end_late(step: int, warmup: int, total: int, min_ratio: float) -> float:
+    if step == total == warmup:
+        return 1.0
+    return _rate(step, warmup, total, min_ratio)
+
+
 def _rate_trial(label: str, *arguments: float) -> Trial:
     return Trial(label, lambda: arguments)
 
@@ -74,10 +80,10 @@ check_rate_factor = Exercise(
         _rate_trial("in the warmup", 750, 3000, 61_000, 0.05),
         _rate_trial("the last step of the warmup", 3000, 3000, 61_000, 0.05),
         _rate_trial("step 0 without a warmup", 0, 0, 20, 0.1),
-        _rate_trial("warmup as long as the run, half way", 5, 10, 10, 0.2),
+        _rate_trial("warmup longer than the run, half way", 5, 20, 10, 0.2),
+        _rate_trial("warmup as long as the run, at its end", 10, 10, 10, 0.2),
         _rate_trial("warmup longer than the run, behind its end", 12, 20, 10, 0.2),
         _rate_trial("behind the end", 35, 2, 20, 0.1),
-        _rate_trial("no floor", 15, 5, 25, 0.0),
     ),
     mistakes=(
         Mistake(
@@ -99,6 +105,18 @@ check_rate_factor = Exercise(
             "warmup one step ahead",
             "the line is one step ahead: 0 at step 0, 1 at step warmup.",
             lambda *a: _rate(*a, ramp_shift=1),
+        ),
+        Mistake(
+            "warmup squeezed",
+            "a warmup longer than the run was squeezed into it. Its line stays step / warmup, and is cut off at `total`.",
+            lambda step, warmup, total, min_ratio: _rate(
+                step, min(warmup, total), total, min_ratio
+            ),
+        ),
+        Mistake(
+            "end one step late",
+            "at step `total` itself the factor is min_ratio already, whatever the warmup says.",
+            _rate_end_late,
         ),
     ),
     alternatives=(_rate_half_angle,),
@@ -323,7 +341,12 @@ def _guarded_entry_by_entry(
 
 
 def _guard_trial(
-    label: str, bad: float | None = None, loss: float = 1.5, size: float = 1.0
+    label: str,
+    bad: float | None = None,
+    loss: float = 1.5,
+    size: float = 1.0,
+    lr: float = 0.1,
+    clip: float = 1.0,
 ) -> Trial:
     def make() -> tuple[Tensors, Tensors, float, float, float]:
         shapes = ((3, 4), (5,))
@@ -334,8 +357,8 @@ def _guard_trial(
             [_numbers(*shape, seed=n) for n, shape in enumerate(shapes)],
             gradients,
             loss,
-            0.1,
-            1.0,
+            lr,
+            clip,
         )
 
     return Trial(label, make)
@@ -350,8 +373,8 @@ check_guarded_update = Exercise(
         weights, gradients, loss, lr, clip
     ),
     trials=(
-        _guard_trial("a long gradient, to be clipped"),
-        _guard_trial("a short gradient, left as it is", size=0.01),
+        _guard_trial("a long gradient, to be clipped to 0.5", lr=0.3, clip=0.5),
+        _guard_trial("a gradient a little shorter than clip, left as it is", size=0.2),
         _guard_trial("one NaN in the gradient, finite loss", bad=math.nan),
         _guard_trial("one infinity in the gradient, finite loss", bad=math.inf),
         _guard_trial("NaN loss, finite gradient", loss=math.nan),
@@ -383,6 +406,11 @@ check_guarded_update = Exercise(
             "norms one by one",
             "each tensor was clipped by its own norm. The norm is one number over all gradients together.",
             lambda *a: _guarded(*a, apart=True),
+        ),
+        Mistake(
+            "clip ignored",
+            "the norm was held at 1. Its limit is the argument `clip`.",
+            lambda weights, gradients, loss, lr, clip: _guarded(weights, gradients, loss, lr, 1.0),
         ),
     ),
     alternatives=(_guarded_entry_by_entry,),
