@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -315,6 +316,40 @@ def test_numbers_are_compared_as_numbers() -> None:
     assert count.judge(lambda n: torch.tensor(12)).passed
     assert "is 9, not the right number" in count.judge(lambda n: n * n).message
     assert "a number is asked for" in count.judge(lambda n: "12").message
+    assert count.judge(lambda n: np.int64(12)).passed
+    assert "is 9, not the right number" in count.judge(lambda n: np.int64(9)).message
+    assert "far too large" in count.judge(lambda n: 9**999).message
+
+
+def test_whole_numbers_are_compared_by_value() -> None:
+    exercise = replace(
+        SQUARE,
+        reference=lambda n: torch.arange(n),
+        trials=(Trial("n = 3", lambda: (3,)),),
+        mistakes=(),
+    )
+    assert exercise.judge(lambda n: torch.arange(n, dtype=torch.int32)).passed
+    assert "off by up to 1" in exercise.judge(lambda n: torch.arange(n).int() + 1).message
+    assert "dtype" in exercise.judge(lambda n: torch.arange(n).float()).message
+
+
+def test_a_scalar_may_be_a_number_or_a_tensor_of_one() -> None:
+    exercise = replace(SQUARE, reference=lambda x: x.detach().sum(), mistakes=())
+    assert exercise.judge(lambda x: float(x.detach().sum())).passed
+    assert exercise.judge(lambda x: np.float64(x.detach().sum())).passed
+    assert exercise.judge(lambda x: x.detach().sum()[None]).passed
+    assert "off by up to 1" in exercise.judge(lambda x: 3.0).message
+    assert "shape (2,)" in exercise.judge(lambda x: x.detach()[:2]).message
+    assert "far too large" in exercise.judge(lambda x: 9**999).message
+
+
+def test_an_error_of_pytorch_is_not_an_empty_cell() -> None:
+    def answer(x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no kernel for this dtype")
+
+    message = SQUARE.judge(answer).message
+    assert NOT_WRITTEN not in message
+    assert "no kernel for this dtype" in message
 
 
 def test_every_notebook_has_its_checks() -> None:
