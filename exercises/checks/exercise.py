@@ -66,6 +66,8 @@ class Outcome:
 
     Args:
         values: its results.
+        kind: the type of what it returned.
+        line: of the function's own cell or file that the error came through; None when it came through none.
         gradients: of the arguments that require one, by name.
         error: what it raised, in the forward or in the backward pass.
         changed: places of the arguments that it changed.
@@ -73,6 +75,8 @@ class Outcome:
     """
 
     values: tuple[Any, ...] = ()
+    kind: type = tuple
+    line: int | None = None
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     error: BaseException | None = None
     changed: tuple[int, ...] = ()
@@ -166,7 +170,7 @@ class Exercise:
     def difference(self, got: Outcome, want: Outcome) -> str:
         """What an outcome gets wrong, in one sentence; empty when it agrees."""
         if got.error is not None:
-            return f"It stopped with {_where(got.error)}"
+            return f"It stopped with {_words(got.error, got.line)}"
         if got.changed:
             return f"It changed its argument number {got.changed[0] + 1} in place; leave the inputs alone."
         if got.accumulated:
@@ -174,8 +178,14 @@ class Exercise:
                 f"The backward pass wrote into .grad of {got.accumulated[0]}, an argument: "
                 "detach the saved tensors."
             )
+        if got.kind is type(None):
+            return "It returned nothing; is the return missing?"
+        if got.kind is list and want.kind not in (list, tuple):
+            asked = "tensor" if issubclass(want.kind, Tensor) else "number"
+            return f"It returned a list; a {asked} is asked for."
         if len(got.values) != len(want.values):
-            return f"It returned {len(got.values)} results instead of {len(want.values)}."
+            results = "result" if len(got.values) == 1 else "results"
+            return f"It returned {len(got.values)} {results} instead of {len(want.values)}."
         several = len(want.values) > 1
         for place, (mine, theirs) in enumerate(zip(got.values, want.values, strict=True)):
             name = f"Result {place + 1}" if several else "The result"
@@ -279,7 +289,7 @@ def run(function: Callable[..., Any], trial: Trial, names: tuple[str, ...]) -> O
         values = tuple(result) if isinstance(result, tuple | list) else (result,)
         gradients = _gradients(values, leaves)
     except Exception as error:  # the reader's code may raise anything; the check reports it
-        return Outcome(error=error)
+        return Outcome(error=error, line=_line(error, function))
     changed = tuple(
         place
         for place, (after, before) in enumerate(zip(arguments, untouched, strict=True))
@@ -287,7 +297,9 @@ def run(function: Callable[..., Any], trial: Trial, names: tuple[str, ...]) -> O
     )
     accumulated = tuple(name for name, leaf in leaves.items() if leaf.grad is not None)
     detached = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
-    return Outcome(detached, gradients, changed=changed, accumulated=accumulated)
+    return Outcome(
+        detached, type(result), None, gradients, changed=changed, accumulated=accumulated
+    )
 
 
 def _own_containers(argument: Any) -> Any:
@@ -328,9 +340,16 @@ def _gradients(values: tuple[Any, ...], leaves: Mapping[str, Tensor]) -> dict[st
     return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
 
 
-def _where(error: BaseException) -> str:
-    """The error's kind, first line and the line of the reader's code that raised it."""
+def _line(error: BaseException, function: Callable[..., Any]) -> int | None:
+    """The line of the function's own cell or file that the error came through; None when it came through none."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if code is not None and f.filename == code.co_filename]
+    return lines[0] if lines else None
+
+
+def _words(error: BaseException, line: int | None) -> str:
+    """The error's kind and first line, and the reader's own line where it is known."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    return f"{text} (line {frames[0].lineno} of your cell)" if frames else text
+    return text if line is None else f"{text} (line {line} of your cell)"

@@ -352,6 +352,34 @@ def test_an_error_of_pytorch_is_not_an_empty_cell() -> None:
     assert "no kernel for this dtype" in message
 
 
+def test_an_error_names_a_line_of_the_cell_or_none() -> None:
+    exercise = replace(SQUARE, mistakes=())
+
+    def here(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, 3])
+
+    line = here.__code__.co_firstlineno + 1
+    assert f"(line {line} of your cell)" in exercise.judge(here).message
+
+    def backward_only(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return y.mul_(1)  # the tape kept exp's result: the backward pass fails inside PyTorch
+
+    message = exercise.judge(backward_only).message
+    assert "It stopped with RuntimeError" in message
+    assert "of your cell" not in message
+
+
+def test_a_forgotten_return_and_a_list_are_called_so() -> None:
+    pair = replace(SQUARE, reference=lambda x: (x * x, x), mistakes=())
+    for exercise in (SQUARE, pair):
+        assert "nothing; is the return missing?" in exercise.judge(lambda x: None).message
+    assert "a list; a tensor is asked for" in SQUARE.judge(lambda x: [y * y for y in x]).message
+    assert "a list; a tensor is asked for" in SQUARE.judge(lambda x: [x * x]).message
+    assert "1 result instead of 2" in pair.judge(lambda x: x * x).message
+    assert pair.judge(lambda x: [x * x, x]).passed
+
+
 def test_every_notebook_has_its_checks() -> None:
     notebooks = {path.stem for path in EXERCISES.glob("*.ipynb")}
     assert notebooks == {module.NOTEBOOK for module in CHAPTERS.values()}
