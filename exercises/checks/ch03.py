@@ -55,6 +55,7 @@ check_scale_and_add = Exercise(
     dots=1,
     minutes=15,
     reference=_scale_and_add,
+    margins=True,
     trials=(
         _scale_trial("128 numbers, two whole tiles", 128, 0),
         _scale_trial("100 numbers, alpha = −0.25", 100, 10, alpha=-0.25),
@@ -133,6 +134,7 @@ check_row_maximum = Exercise(
     dots=2,
     minutes=20,
     reference=lambda x: x.amax(dim=-1),
+    margins=True,
     trials=(
         _row_trial("3 rows of 32, two whole tiles", 3, 32, 0, 0.0),
         _row_trial("5 rows of 37, all numbers negative", 5, 37, 10, -9.0),
@@ -213,6 +215,7 @@ check_linear_silu = Exercise(
     dots=3,
     minutes=35,
     reference=_epilogue_reference,
+    margins=True,
     trials=(
         _product_trial("16 × 32 times 32 × 16, whole tiles", 16, 32, 16, 0),
         _product_trial("5 × 37 times 37 × 19", 5, 37, 19, 10),
@@ -382,6 +385,7 @@ check_repaired_matmul = Exercise(
     dots=2,
     minutes=10,
     reference=lambda a, b: a @ b,
+    margins=True,
     trials=(
         _bug_trial("K = 32, two whole steps", 20, 32, 9, 0),
         _bug_trial("K = 13, cut from a larger matrix", 20, 13, 9, 10),

@@ -193,6 +193,7 @@ check_clamped_swiglu = Exercise(
     dots=3,
     minutes=30,
     reference=_clamped,
+    margins=True,
     trials=(
         _epilogue_trial("one expert, 16 rows, whole tiles", [16], 16, 16, 0),
         _epilogue_trial("rows 5, 0 and 18; C = 21, F = 19", [5, 0, 18], 21, 19, 10),

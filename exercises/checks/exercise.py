@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .margins import with_margins
+
 # Both sides compute in the same dtype with sums in a different order: a few hundred roundings of 6e-8 or 1e-16.
 TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.float64: (1e-8, 1e-10)}
 TOO_LARGE = "is far too large."
@@ -105,6 +107,7 @@ class Exercise:
         alternatives: at least one right answer that is written differently from the solution; tests use it.
         hints: given one at a time, on request, the last nearly says it.
         tolerances: relative and absolute, by dtype.
+        margins: whether the answer is a kernel that may write outside its results; then margins lie around them.
     """
 
     function: str
@@ -119,6 +122,7 @@ class Exercise:
     tolerances: Mapping[torch.dtype, tuple[float, float]] = field(
         default_factory=lambda: TOLERANCES
     )
+    margins: bool = False
 
     def __call__(self, answer: Callable[..., Any], hint: int = 0) -> None:
         """Print whether an answer is right and, if not, what is likely wrong. Never raises.
@@ -148,6 +152,8 @@ class Exercise:
         """
         if not callable(answer):
             return self._fail(f"expects the function itself; got {type(answer).__name__}")
+        if self.margins:
+            answer = with_margins(answer)
         found = []
         for trial in self.trials:
             got = run(answer, trial, self.arguments)

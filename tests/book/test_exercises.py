@@ -1,6 +1,7 @@
 """Every exercise of every chapter: stubs fail kindly, right answers pass, known wrong ones are told what is wrong."""
 
 import contextlib
+import ctypes
 import importlib.util
 import io
 import json
@@ -378,6 +379,60 @@ def test_a_forgotten_return_and_a_list_are_called_so() -> None:
     assert "a list; a tensor is asked for" in SQUARE.judge(lambda x: [x * x]).message
     assert "1 result instead of 2" in pair.judge(lambda x: x * x).message
     assert pair.judge(lambda x: [x * x, x]).passed
+
+
+def _write_up_to(makes: Any, count: int) -> Any:
+    """A square whose store reaches `count` numbers, as a kernel's does; Python alone would refuse to leave a tensor."""
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        out = makes(x.detach())
+        address = ctypes.cast(out.data_ptr(), ctypes.POINTER(ctypes.c_float))
+        for i in range(count):
+            address[i] = float(x[i % 3]) ** 2
+        return out
+
+    return square
+
+
+@pytest.mark.parametrize(
+    "makes",
+    [
+        lambda x: torch.zeros(len(x)),
+        lambda x: torch.zeros_like(x),
+        lambda x: torch.empty(3, dtype=torch.float32),
+        lambda x: torch.empty_like(x),
+    ],
+    ids=["zeros", "zeros_like", "empty", "empty_like"],
+)
+def test_a_store_outside_the_result_is_seen(makes: Any) -> None:
+    plain = Trial("three numbers", lambda: (torch.tensor([1.0, -2.0, 3.0]),))
+    exercise = replace(SQUARE, trials=(plain,), mistakes=(), margins=True)
+    before = torch.zeros, torch.zeros_like, torch.empty, torch.empty_like
+    inside = exercise.judge(_write_up_to(makes, 3))
+    assert inside.passed, inside.message
+    outside = exercise.judge(_write_up_to(makes, 4))
+    assert "wrote outside the result: is the store masked?" in outside.message
+    assert "of your cell" not in outside.message
+    assert before == (torch.zeros, torch.zeros_like, torch.empty, torch.empty_like)
+
+
+def test_margins_keep_strides_and_dtypes() -> None:
+    def answer(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x.T)
+        assert out.stride() == x.T.stride()
+        assert torch.zeros(2, dtype=torch.bool).tolist() == [False, False]
+        assert torch.zeros(0).shape == (0,)
+        return out.copy_(x.T)
+
+    exercise = replace(
+        SQUARE,
+        reference=lambda x: x.T,
+        trials=(Trial("2 × 3", lambda: (torch.arange(6.0).view(2, 3),)),),
+        mistakes=(),
+        margins=True,
+    )
+    verdict = exercise.judge(answer)
+    assert verdict.passed, verdict.message
 
 
 def test_every_notebook_has_its_checks() -> None:
