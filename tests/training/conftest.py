@@ -38,3 +38,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "texts" / f"{number:02d}.py").write_text("\n".join(lines))
     prepare(root / "texts", root / "data", vocab_size=300, val_fraction=0.2, progress=False)
     return root / "data"
+
+
+@pytest.fixture
+def text_run(small_run: Callable[..., RunConfig], prepared: Path) -> Callable[..., RunConfig]:
+    """A run on text, with a tokenizer of 300 tokens; the model holds 64 tokens."""
+
+    def make(**settings: object) -> RunConfig:
+        data = {"train_data_path": str(prepared), "validation_data_path": None}
+        return small_run(model={"vocab_size": 320}, data=data, **settings)
+
+    return make

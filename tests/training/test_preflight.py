@@ -6,18 +6,6 @@ import pytest
 
 from gptoss.training.pretrain import pretrain
 
-
-@pytest.fixture
-def text_run(small_run, prepared):
-    """A run on text, with a tokenizer; the model holds 64 tokens."""
-
-    def make(**settings):
-        data = {"train_data_path": str(prepared), "validation_data_path": None}
-        return small_run(model={"vocab_size": 320}, data=data, **settings)
-
-    return make
-
-
 LONG = " ".join(f"word{number}" for number in range(80))  # 80 tokens at least
 
 

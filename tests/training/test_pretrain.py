@@ -20,17 +20,6 @@ from gptoss.training.restore import load_run
 from gptoss.training.run_data import open_run_data
 
 
-@pytest.fixture
-def text_run(small_run, prepared):
-    """A run on text, with a tokenizer of 300 tokens."""
-
-    def make(**settings):
-        data = {"train_data_path": str(prepared), "validation_data_path": None}
-        return small_run(model={"vocab_size": 320}, data=data, **settings)
-
-    return make
-
-
 def test_the_result_tells_the_whole_story(text_run):
     run = text_run(total_steps=30, lr=2e-2, save_interval=30, validation_interval=10)
     result = pretrain(run, progress=False)
